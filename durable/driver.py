@@ -1,0 +1,172 @@
+"""Moves one durable row by one step. Safe to call twice, late, or never.
+
+Claim, step, settle: a claim is one UPDATE that only the first caller wins; the step
+runs in no transaction and may be repeated after any crash; settling is one
+UPDATE under the same claim, so what an overtaken worker answers is void.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import F
+
+from durable.errors import Refused
+from durable.machine import Go, Outcome, Overtaken, Table, Wait, check_edge
+
+log = logging.getLogger(__name__)
+
+Clock = Callable[[], datetime]
+
+BACKOFF_SECONDS = (1, 2, 5, 15, 30, 60)
+# How often a paused row looks at its deadline.
+PAUSED_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A kind of durable row: its tables as data, and what it does in each phase."""
+
+    model: Any
+    table: Table
+    # Phase -> one idempotent, bounded step.
+    steps: Mapping[StrEnum, Callable[[Any, Clock], Outcome]]
+    # Where an abort leads from this row's phase; None: it can't be aborted now.
+    way_out: Callable[[Any], StrEnum | None]
+    # Phases with one edge, forward. The edge into one re-checks every request.
+    no_return: frozenset[StrEnum]
+    # Phases that go on although a pause was asked for (the way out itself, and past no return).
+    unpausable: frozenset[StrEnum]
+    # Hands (row id, phase) to a worker; a hint only, never the truth.
+    enqueue: Callable[[int, StrEnum], None]
+    # Called instead of the step while paused: a deadline still holds.
+    while_paused: Callable[[Any, Clock], Outcome] = field(
+        default=lambda row, clock: Wait(PAUSED_SECONDS)
+    )
+    # Who writes the machine's own lines in the log.
+    name: str = "mover"
+
+
+def advance(machine: Machine, pk: int, *, clock: Clock) -> bool:
+    """Claim the row if it is due, run its step, settle the answer.
+
+    Return False if there was nothing to do: the row is not due yet, another
+    worker holds it, or it has ended. A duplicate message costs one UPDATE that matches no row.
+    A step's own exception is settled as a back-off and logged, not raised; `Overtaken`
+    returns True, for somebody else is at work.
+    """
+    row = _claim(machine, pk, clock())
+    if row is None:
+        return False
+    try:
+        outcome = _answer(machine, row, clock)
+        if isinstance(outcome, Go):
+            check_edge(machine.table, row.phase, outcome.to)
+    except Overtaken:
+        log.info("%s was overtaken in its step", row)
+        return True
+    except Exception as error:
+        if not isinstance(error, Refused):
+            log.exception("%s failed in %s", row, row.phase)
+        outcome, failure = _after(row, error)
+    else:
+        failure = ""
+    try:
+        _settle(machine, row, outcome, clock(), failure=failure)
+    except Overtaken:
+        log.info("%s was overtaken before it settled", row)
+    return True
+
+
+def due(machine: Machine, *, now: datetime) -> list[tuple[int, StrEnum]]:
+    """Return (id, phase) of every row that may be claimed, longest waiting first."""
+    rows = machine.model.objects.filter(due_at__lte=now).order_by("due_at")
+    return list(rows.values_list("pk", "phase"))
+
+
+@contextmanager
+def holding(row: Any) -> Iterator[Any]:
+    """Run an effect in our own database: one transaction that holds the row under its claim.
+
+    Yields the locked row, read afresh. Raises Overtaken, and changes nothing, if a
+    later claim exists. The body does no I/O besides its rows. On SQLite the
+    transaction is IMMEDIATE, so it is the one writer and needs no row lock.
+    """
+    with transaction.atomic():
+        locked = type(row).objects.select_for_update().filter(pk=row.pk, claim=row.claim).first()
+        if locked is None:
+            raise Overtaken(f"{row} was claimed again after {row.claim}")
+        yield locked
+
+
+def _answer(machine: Machine, row: Any, clock: Clock) -> Outcome:
+    way_out = machine.way_out(row)
+    if row.abort_requested_at and way_out is not None:
+        return Go(way_out, f"Abort: {row.abort_reason}" if row.abort_reason else "Abort")
+    if row.pause_requested_at and row.phase not in machine.unpausable:
+        return machine.while_paused(row, clock)
+    return machine.steps[row.phase](row, clock)
+
+
+@transaction.atomic
+def _claim(machine: Machine, pk: int, now: datetime) -> Any:
+    lease = timedelta(seconds=settings.DURABLE_LEASE_SECONDS)
+    taken = machine.model.objects.filter(pk=pk, due_at__lte=now).update(
+        claim=F("claim") + 1, due_at=now + lease
+    )
+    # Inside the same transaction our own row lock keeps later claims out.
+    return machine.model.objects.get(pk=pk) if taken else None
+
+
+@transaction.atomic
+def _settle(machine: Machine, row: Any, outcome: Outcome, now: datetime, *, failure: str) -> None:
+    changes: dict[str, Any] = dict(outcome.changes)
+    changes["failures"] = min(row.failures + 1, 30_000) if failure else 0
+    if failure != row.failure:
+        changes["failure"] = failure
+    ours = machine.model.objects.filter(pk=row.pk, claim=row.claim)
+    match outcome:
+        case Go(to=to):
+            changes |= {
+                "phase": to,
+                "phase_since": now,
+                "due_at": now if machine.table[to] else None,
+            }
+            if to in machine.no_return:
+                # An abort or a pause that was asked for after the step looked still counts.
+                ours = ours.filter(abort_requested_at=None, pause_requested_at=None)
+        case Wait(seconds=seconds):
+            to = row.phase
+            changes["due_at"] = now + timedelta(seconds=seconds)
+    if outcome.changes or outcome.note or to != row.phase or "failure" in changes:
+        changes["version"] = F("version") + 1
+    if not ours.update(**changes):
+        _give_back(machine, row, now)
+        return
+    if outcome.note or to != row.phase:
+        row.events.create(at=now, who=machine.name, was=row.phase, now=to, note=outcome.note)
+    if changes["due_at"] is not None and changes["due_at"] <= now:
+        transaction.on_commit(lambda: machine.enqueue(row.pk, to))
+
+
+def _give_back(machine: Machine, row: Any, now: datetime) -> None:
+    """Settle nothing: the request that stopped the edge is answered by the next claim."""
+    if not machine.model.objects.filter(pk=row.pk, claim=row.claim).update(due_at=now):
+        raise Overtaken(f"{row} was claimed again after {row.claim}")
+    transaction.on_commit(lambda: machine.enqueue(row.pk, row.phase))
+
+
+def _after(row: Any, error: Exception) -> tuple[Wait, str]:
+    seconds = BACKOFF_SECONDS[min(row.failures, len(BACKOFF_SECONDS) - 1)]
+    failure = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    # The same failure again is one line in the log, not a hundred.
+    note = failure if failure != row.failure else ""
+    return Wait(seconds, note=note), failure

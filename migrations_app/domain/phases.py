@@ -1,0 +1,68 @@
+"""The life of a move, as tables. Driver, tests, docs and the page's stepper read the same objects."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    PREPARE = "prepare"  # Both stores are surveyed; guard, tables and rights are made sure of.
+    BACKFILL = "backfill"  # The tenant is live; sessions go over, one bounded chunk per step.
+    DRAIN = "drain"  # The fence is closed; waits for the proof, then closes the store.
+    DELTA = "delta"  # What changed since its copy goes over; deletes and shared state too.
+    VERIFY = "verify"  # Every session must be equal; nothing writes either side.
+    TARGET = "target"  # Point of no return: routers read the target from here on.
+    SOAK = "soak"  # The tenant lives on the target; the source stays closed and whole.
+    OFFBOARD = "offboard"  # Point of no return: the source's copy is deleted.
+    DONE = "done"
+    REOPEN = "reopen"  # On the way to ABORTED: the store opens, then the policy, then clean-up.
+    ABORTED = "aborted"
+
+
+class Mode(StrEnum):
+    FENCE = "fence"  # Every new turn is refused for a short, measured time.
+
+
+TABLE: dict[Phase, frozenset[Phase]] = {
+    Phase.PREPARE: frozenset({Phase.BACKFILL, Phase.REOPEN}),
+    Phase.BACKFILL: frozenset({Phase.DRAIN, Phase.REOPEN}),
+    Phase.DRAIN: frozenset({Phase.DELTA, Phase.REOPEN}),
+    Phase.DELTA: frozenset({Phase.VERIFY, Phase.REOPEN}),
+    Phase.VERIFY: frozenset({Phase.TARGET, Phase.REOPEN}),
+    Phase.TARGET: frozenset({Phase.SOAK}),
+    Phase.SOAK: frozenset({Phase.OFFBOARD}),
+    Phase.OFFBOARD: frozenset({Phase.DONE}),
+    Phase.DONE: frozenset(),
+    Phase.REOPEN: frozenset({Phase.ABORTED}),
+    Phase.ABORTED: frozenset(),
+}
+
+# Where an abort leads. A phase that is missing here can't be aborted.
+WAY_OUT: dict[Mode, dict[Phase, Phase]] = {
+    Mode.FENCE: {
+        Phase.PREPARE: Phase.REOPEN,
+        Phase.BACKFILL: Phase.REOPEN,
+        Phase.DRAIN: Phase.REOPEN,
+        Phase.DELTA: Phase.REOPEN,
+        Phase.VERIFY: Phase.REOPEN,
+    },
+}
+
+NO_RETURN = frozenset({Phase.TARGET, Phase.OFFBOARD})
+ENDED = frozenset(phase for phase, edges in TABLE.items() if not edges)
+# Phases in which new turns of the tenant are refused.
+FENCED = frozenset({Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET})
+# A pause would keep these from ending what they undo or have promised.
+UNPAUSABLE = frozenset({Phase.TARGET, Phase.OFFBOARD, Phase.REOPEN})
+# Steps of these go on the queue that nothing long ever enters.
+PROMPT = frozenset({Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET, Phase.REOPEN})
+# The seven of the page's stepper, in order.
+STEPPER = (
+    Phase.PREPARE,
+    Phase.BACKFILL,
+    Phase.DRAIN,
+    Phase.DELTA,
+    Phase.VERIFY,
+    Phase.TARGET,
+    Phase.SOAK,
+)

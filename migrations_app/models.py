@@ -1,0 +1,216 @@
+"""A move of one tenant, what it copied, and what did not come out equal."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models import Q
+
+from durable.models import Durable, Event
+from migrations_app.domain.phases import ENDED, Mode, Phase
+from tenants.models import Cell, Store, Tenant
+
+ENDED_VALUES = sorted(p.value for p in ENDED)
+
+
+class TenantMigration(Durable):
+    """A move of one tenant from one (cell, store) to another; `mv-147` on screens."""
+
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="moves")
+    mode = models.CharField(max_length=10, default=Mode.FENCE, choices=[(m, m) for m in Mode])
+    phase = models.CharField(max_length=20, default=Phase.PREPARE, choices=[(p, p) for p in Phase])
+    source_cell = models.ForeignKey(Cell, models.PROTECT, related_name="+")
+    source_store = models.ForeignKey(Store, models.PROTECT, related_name="+")
+    target_cell = models.ForeignKey(Cell, models.PROTECT, related_name="+")
+    target_store = models.ForeignKey(Store, models.PROTECT, related_name="+")
+    started_at = models.DateTimeField()
+    started_by = models.CharField(max_length=150)
+    reason = models.TextField(blank=True, default="")
+    # NULL while it lives.
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    # --- what the operator chose -------------------------------------------------------
+    # False: BACKFILL waits, pass after pass, until somebody says "close the fence".
+    automatic = models.BooleanField(default=False)
+    # NULL: at once. Otherwise passes go on until then.
+    fence_not_before = models.DateTimeField(null=True, blank=True)
+    # The longest the fence may stay closed; past it the move aborts by itself.
+    budget_seconds = models.FloatField(default=150.0)
+    # The longest that running turns are waited for: longest tool time-out plus a margin.
+    drain_bound_seconds = models.FloatField(default=60.0)
+    soak_seconds = models.FloatField(default=72 * 3600.0)
+    # Sessions per second in BACKFILL. NULL: as fast as both stores allow.
+    pace_per_second = models.FloatField(null=True, blank=True)
+    # False: OFFBOARD waits for a typed confirmation.
+    offboard_automatically = models.BooleanField(default=False)
+
+    # --- requests of people (abort and pause are in Durable) ---------------------------
+    # NULL: nobody has said "close the fence" yet.
+    drain_requested_at = models.DateTimeField(null=True, blank=True)
+    drain_requested_by = models.CharField(max_length=150, blank=True, default="")
+    # NULL: the typed confirmation is still owed.
+    offboard_confirmed_at = models.DateTimeField(null=True, blank=True)
+    offboard_confirmed_by = models.CharField(max_length=150, blank=True, default="")
+
+    # --- what PREPARE found ------------------------------------------------------------
+    # [{"name", "ok": true|false|null, "detail"}], in order; null is "not checked yet".
+    checks = models.JSONField(default=list)
+    # [Finding as a dict]: values worth naming before anything is copied.
+    findings = models.JSONField(default=list)
+    sessions = models.PositiveBigIntegerField(default=0)
+    users = models.PositiveBigIntegerField(default=0)
+    # Sessions whose last invocation was cut short; copied as they are.
+    interrupted = models.PositiveBigIntegerField(default=0)
+    # Writers at the source older than its guard row: DRAIN must not begin while one lives.
+    older_writers = models.JSONField(default=list)
+
+    # --- where the work is -------------------------------------------------------------
+    # Which sweep of a phase runs; each phase's own words, "" at its start.
+    stage = models.CharField(max_length=20, blank=True, default="")
+    # The last key that the running sweep has done, in the store's own order.
+    cursor_user = models.CharField(max_length=128, blank=True, default="")
+    cursor_session = models.CharField(max_length=128, blank=True, default="")
+    # Counts from 1 in BACKFILL; the first pass copies all.
+    passes = models.PositiveIntegerField(default=0)
+    pass_started_at = models.DateTimeField(null=True, blank=True)
+    # Sessions done and to do in the running sweep; what the progress bar shows.
+    done = models.PositiveBigIntegerField(default=0)
+    todo = models.PositiveBigIntegerField(default=0)
+    # Sessions that the running pass found changed, and the last whole one.
+    changed = models.PositiveBigIntegerField(default=0)
+    changed_last = models.PositiveBigIntegerField(default=0)
+    # Totals over the move.
+    copied = models.PositiveBigIntegerField(default=0)
+    compared = models.PositiveBigIntegerField(default=0)
+    deleted = models.PositiveBigIntegerField(default=0)
+
+    # --- measured while it ran, for the quote; NULL: not measured yet ------------------
+    copy_rate = models.FloatField(null=True, blank=True)  # sessions/s
+    verify_rate = models.FloatField(null=True, blank=True)  # sessions/s, both sides at once
+    scan_seconds = models.FloatField(null=True, blank=True)  # reading every stamp, both sides
+    shared_rate = models.FloatField(null=True, blank=True)  # users/s
+
+    # --- the fence ---------------------------------------------------------------------
+    # NULL: still open. Kept afterwards: the actual beside the estimate.
+    fence_closed_at = models.DateTimeField(null=True, blank=True)
+    # The source cell's policy_version that says `accepts: none`.
+    fence_version = models.PositiveBigIntegerField(null=True, blank=True)
+    # fence_closed_at + budget; moved once at most, with a reason.
+    deadline_at = models.DateTimeField(null=True, blank=True)
+    deadline_held_by = models.CharField(max_length=150, blank=True, default="")
+    # When every instance had acknowledged with nothing in flight. NULL: not proven.
+    drained_at = models.DateTimeField(null=True, blank=True)
+    # When the store itself began to refuse agents. NULL: it is open.
+    store_closed_at = models.DateTimeField(null=True, blank=True)
+    # One digest over the source's stamps and shared state, taken when the store had closed.
+    mark = models.CharField(max_length=64, blank=True, default="")
+    changed_at_drain = models.PositiveBigIntegerField(null=True, blank=True)
+    # The quote at the moment of closing (seconds), part by part, for the table beside the actual.
+    quote = models.JSONField(default=dict)
+    fence_opened_at = models.DateTimeField(null=True, blank=True)
+    # Counter.placement_version that TARGET published. NULL: routers read the source.
+    placement_version = models.PositiveBigIntegerField(null=True, blank=True)
+    soak_until = models.DateTimeField(null=True, blank=True)
+    # Sessions that OFFBOARD left because they are not what was recorded.
+    left_behind = models.PositiveBigIntegerField(default=0)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["tenant"],
+                condition=~Q(phase__in=ENDED_VALUES),
+                name="one_live_move_per_tenant",
+            ),
+            models.CheckConstraint(
+                condition=Q(phase__in=sorted(p.value for p in Phase)), name="move_known_phase"
+            ),
+            models.CheckConstraint(
+                condition=Q(phase__in=ENDED_VALUES, due_at__isnull=True)
+                | (~Q(phase__in=ENDED_VALUES) & Q(due_at__isnull=False)),
+                name="move_ended_means_never_due",
+            ),
+        ]
+
+    @property
+    def label(self) -> str:
+        """Such as "mv-147"."""
+        return f"mv-{self.pk}"
+
+    def __str__(self) -> str:
+        return self.label
+
+
+class MoveEvent(Event):
+    subject = models.ForeignKey(TenantMigration, models.CASCADE, related_name="events")
+
+
+class SessionStamp(models.Model):
+    """One session that a move copied, or is about to: also the list of what we wrote."""
+
+    move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="stamps")
+    user_id = models.CharField(max_length=128)
+    session_id = models.CharField(max_length=128)
+    # The stamps of both sides in the transactions of the copy.
+    # Empty: noted before its chunk was written, and the chunk is not known to be whole.
+    source_stamp = models.CharField(max_length=120, blank=True, default="")
+    target_stamp = models.CharField(max_length=120, blank=True, default="")
+    # When both sides, at these stamps, were equal by digest. NULL: not compared since the copy.
+    compared_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["move", "session_id", "user_id"], name="one_stamp_per_session"
+            )
+        ]
+
+
+class Mismatch(models.Model):
+    """One part of one session, or of a user's or the app's shared state, that differs."""
+
+    move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="mismatches")
+    # Empty for the app's shared state.
+    user_id = models.CharField(max_length=128, blank=True, default="")
+    # Empty for shared state.
+    session_id = models.CharField(max_length=128, blank=True, default="")
+    # events, state, user, app, missing (not on the target) or extra (only on the target).
+    part = models.CharField(max_length=10)
+    # Event index and path, or key, and both values, in a person's words.
+    first_difference = models.TextField()
+    # The failure that it looks like, from domain.mismatch.Looks.
+    looks_like = models.CharField(max_length=30)
+    source_digest = models.CharField(max_length=64, blank=True, default="")
+    target_digest = models.CharField(max_length=64, blank=True, default="")
+    found_at = models.DateTimeField()
+    found_in = models.CharField(max_length=20)
+    # NULL: nobody has asked for the repair.
+    repair_requested_at = models.DateTimeField(null=True, blank=True)
+    repair_requested_by = models.CharField(max_length=150, blank=True, default="")
+    # NULL: it still blocks TARGET.
+    resolved_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["move", "session_id", "user_id", "part"],
+                condition=Q(resolved_at__isnull=True),
+                name="one_open_mismatch_per_part",
+            )
+        ]
+
+
+class Sample(models.Model):
+    """How far a move was at a moment: for its chart, its rate and its ETA."""
+
+    move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="samples")
+    at = models.DateTimeField()
+    phase = models.CharField(max_length=20)
+    passes = models.PositiveIntegerField()
+    done = models.PositiveBigIntegerField()
+    todo = models.PositiveBigIntegerField()
+    copied = models.PositiveBigIntegerField()
+    # Sessions known to have changed since they were copied.
+    changed = models.PositiveBigIntegerField()
+
+    class Meta:
+        ordering = ["id"]

@@ -1,0 +1,228 @@
+"""What a move needs of a session store, whatever it is made of.
+
+A handle speaks for one tenant (`app_name`) of one store, under one claim of one
+move. It is opened for a step and closed at its end. Every method is bounded:
+pages and chunks come from the caller. Errors are the `Refused` ones below, whose
+messages never hold an address or a password; anything else is a bug or a
+database that went away, and the step is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from durable.errors import Refused
+from durable.machine import Overtaken
+
+
+class Key(NamedTuple):
+    """Names one session of the tenant."""
+
+    user_id: str
+    session_id: str
+
+
+START = Key("", "")
+
+# Opaque, up to 120 characters: equal stamps of one store mean an unchanged session
+# (on SQLite all but an edit in place). Stamps of two stores are never compared.
+Stamp = str
+
+
+class Guard(NamedTuple):
+    """The tenant's row in a store's guard table."""
+
+    move: int
+    claim: int
+    mover: bool  # the move may write
+    agents: bool  # agents may write
+
+
+class Digest(NamedTuple):
+    """What one session is, as one store holds it. Equal digests mean equal sessions."""
+
+    state: str  # session-scoped state, update_time
+    events: str  # every event in order, every field
+    stamp: Stamp  # read in the same snapshot
+
+
+class Copied(NamedTuple):
+    """The stamps on both sides in the transactions of the copy."""
+
+    source: Stamp
+    target: Stamp
+
+
+class SharedRow(NamedTuple):
+    """State that sessions share: of one user, or of the app (user_id None)."""
+
+    user_id: str | None
+    state: str  # JSON text, keys without prefix
+    digest: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A value or a fact in a store that a person should know before a copy."""
+
+    field: str  # such as "events.event_data" or "sessions.id"
+    reason: str
+    count: int
+    example: str  # a key, never a value: values may be secrets
+    blocks: bool
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a store is and what it holds of the tenant. Shown to people as it stands."""
+
+    kind: str
+    database: str  # "PostgreSQL 15.18" or "SQLite 3.40.1"
+    schema_version: str  # "1"; "" where there are no tables yet
+    sessions: int
+    users: int
+    events: int
+    interrupted: int
+    clock_skew_seconds: float  # the store's clock minus `now`
+    can_close: bool
+    stamps_see_edits: bool  # False on SQLite: an in-place edit is invisible
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Counts:
+    sessions: int
+    users: int
+    events: int
+
+
+class StoreRefused(Refused):
+    """Something about a store stops a move. Subclasses say what."""
+
+
+class AddressMissing(StoreRefused):
+    """The reference to its address leads nowhere."""
+
+
+class Unreachable(StoreRefused):
+    """No answer from the store within a few seconds."""
+
+
+class WrongCredentials(StoreRefused):
+    """The store answered and refused the user, the password or the rights."""
+
+
+class OldSchema(StoreRefused):
+    """ADK schema v0 (pickles): to be upgraded first, never unpickled here."""
+
+
+class NotASessionStore(StoreRefused):
+    """The database has no ADK session tables, or of a version this product does not know."""
+
+
+class UnknownKind(StoreRefused):
+    """No port opens stores of this kind."""
+
+
+class MixedPair(StoreRefused):
+    """Not yet: source and target are of different kinds."""
+
+
+class GuardTaken(StoreRefused):
+    """The guard row is not what was surveyed: another move got there first."""
+
+
+class StoreBusy(StoreRefused):
+    """Closing or guarding did not get its lock in time; worth another try."""
+
+    retry_after_seconds = 0.2
+
+
+class SessionStore(Protocol):
+    """One tenant's side of one store."""
+
+    # --- looking; changes nothing -------------------------------------------------------
+    def survey(self) -> Survey: ...
+    def guard(self) -> Guard | None:
+        """The tenant's guard row; None if there is none, or no guard table."""
+
+    def counts(self) -> Counts: ...
+    def page(self, after: Key, limit: int) -> list[tuple[Key, Stamp]]:
+        """Up to `limit` sessions behind `after`, in the store's own order. START begins."""
+
+    def stamps(self, keys: Collection[Key]) -> dict[Key, Stamp]:
+        """Stamps of those sessions that exist."""
+
+    def digests(self, keys: Collection[Key]) -> dict[Key, Digest]:
+        """Digests of those sessions that exist, computed inside the store where it can."""
+
+    def session(self, key: Key) -> Mapping[str, Any] | None:
+        """One session as plain data: {"state", "update_time", "events": [{...}, ...]}."""
+
+    def shared_page(self, after: str | None, limit: int) -> list[SharedRow]:
+        """Shared state, the app's row first (after None), then users behind `after`, in order.
+
+        `after=None` begins; the last row's user_id ("" after the app's row) goes on.
+        """
+
+    def shared(self, user_ids: Collection[str | None]) -> dict[str | None, SharedRow]:
+        """Shared state of these users; None asks for the app's."""
+
+    def mark(self) -> str:
+        """One digest over every stamp and all shared state, in one snapshot: the high-water mark."""
+
+    # --- guarding -----------------------------------------------------------------------
+    def provision(self) -> None:
+        """Make ADK's tables where they are missing, the guard table and the closing trigger.
+
+        Bounded waits (1 s) on other tenants' locks; raises StoreBusy to be tried again.
+        """
+
+    def adopt(self, found: Guard | None, *, mover: bool, agents: bool) -> None:
+        """Make the guard row this move's, if it is still what the survey `found`.
+
+        Raises GuardTaken. May be repeated under the same move.
+        """
+
+    def take(self, *, mover: bool, agents: bool) -> None:
+        """Set claim and flags in a short transaction; first end backends of lower claims.
+
+        Flags are set, never matched, so each step can run again. Closing (agents
+        False) waits for open writers by a fair queue, bounded; raises StoreBusy.
+        Raises Overtaken if a later claim, or another move, holds the row.
+        """
+
+    def older_writers(self) -> list[str]:
+        """Transactions open now, which may be older than the guard row. Opaque tokens."""
+
+    def still_writing(self, tokens: Sequence[str]) -> list[str]:
+        """Those of `older_writers` that still live, named for a person (such as "pid 4711")."""
+
+    def write_nonce(self, nonce: str) -> None:
+        """Leave a random word in the guard table, to be looked for through the other store."""
+
+    def has_nonce(self, nonce: str) -> bool: ...
+    def clear_nonce(self, nonce: str) -> None: ...
+    def keeps_ids(self) -> bool:
+        """Whether a scratch session keeps the id it is given; leaves nothing behind."""
+
+    # --- writing: each in one transaction that reads the guard row first -----------------
+    # All raise Overtaken when the guard row is not this move's, this claim's and `mover`.
+    def delete(self, keys: Collection[Key]) -> int: ...
+    def delete_unchanged(self, stamps: Mapping[Key, Stamp]) -> list[Key]:
+        """Delete those sessions whose stamp is still the given one; return them."""
+
+    def write_shared(self, rows: Sequence[SharedRow]) -> None: ...
+    def delete_shared(self, user_ids: Collection[str | None]) -> int: ...
+
+
+class Open(Protocol):
+    def __call__(
+        self, kind: str, address_from: str, *, app_name: str, move: int = 0, claim: int = 0
+    ) -> AbstractContextManager[SessionStore]: ...
+
+
+Copy = Callable[[SessionStore, SessionStore, Sequence[Key]], dict[Key, Copied]]

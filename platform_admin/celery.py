@@ -1,0 +1,62 @@
+"""Celery: two queues with a worker each, and the one list of periodic work.
+
+Messages are hints. Rows say what is due, so a lost, repeated, late or reordered
+message changes nothing; beat asks for due rows every second as the safety net.
+"""
+
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+from kombu import Queue
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "platform_admin.settings")
+
+from django.conf import settings  # noqa: E402  (after the settings module is named)
+
+app = Celery("switchyard")
+
+if settings.REDIS_URL:
+    broker: dict[str, object] = {"broker_url": settings.REDIS_URL}
+else:
+    folder = settings.HOME / "broker"
+    for name in ("queue", "processed", "control"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    broker = {
+        "broker_url": "filesystem://",
+        "broker_transport_options": {
+            "data_folder_in": str(folder / "queue"),
+            "data_folder_out": str(folder / "queue"),
+            "processed_folder": str(folder / "processed"),
+            "control_folder": str(folder / "control"),
+            # Seconds between looks at the folder; a fence waits for such a look at each queue change.
+            "polling_interval": 0.05,
+        },
+    }
+
+app.conf.update(
+    **broker,
+    # Results are rows.
+    task_ignore_result=True,
+    # A long copy on `bulk` never starves a fence on `prompt`.
+    task_queues=[Queue("prompt"), Queue("bulk")],
+    task_default_queue="prompt",
+    task_routes={"migrations_app.copy": {"queue": "bulk"}},
+    # A step that hangs is killed well before its claim's lease ends.
+    task_time_limit=settings.DURABLE_LEASE_SECONDS * 2 / 3,
+    # One message at a time, so that a waiting one can go to another worker.
+    worker_prefetch_multiplier=1,
+    worker_hijack_root_logger=False,
+    broker_connection_retry_on_startup=True,
+    timezone="UTC",
+    beat_schedule={
+        # Rows that are due and whose message was lost.
+        "moves": {"task": "migrations_app.due", "schedule": 1.0, "options": {"expires": 2.0}},
+        # Instances whose lease and longest turn are over.
+        "instances": {"task": "tenants.sweep", "schedule": 5.0, "options": {"expires": 5.0}},
+    },
+    # The embedded default keeps beat's own file beside its database.
+    beat_schedule_filename=str(settings.HOME / "beat"),
+)
+app.autodiscover_tasks()

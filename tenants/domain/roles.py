@@ -1,0 +1,30 @@
+"""Who may do what. Pages, the API and the audit read the same words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a signed-in person may do; each role has the rights of those before it."""
+
+    VIEWER = "viewer"  # Sees every operator page; changes nothing.
+    OPERATOR = "operator"  # Starts, pauses and aborts moves.
+    ADMIN = "admin"  # Registers cells, stores and tenants, and makes tokens.
+
+
+class TokenRole(StrEnum):
+    """What a bearer token is for."""
+
+    RUNTIME = "runtime"  # Joins, polls and reports for given cells.
+    GATEWAY = "gateway"  # Reads the placement feed.
+    TENANT = "tenant"  # Reads its own tenant's usage.
+    OPERATOR = "operator"  # Acts under /api/v1/ops/ with the rights of its user.
+
+
+RANK = {Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}
+
+
+def allows(held: Role | None, needed: Role) -> bool:
+    """Return whether a person with role `held` may do what needs `needed`."""
+    return held is not None and RANK[held] >= RANK[needed]

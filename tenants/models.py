@@ -1,0 +1,325 @@
+"""Who there is, where they live, what runtimes were told and what they said."""
+
+from __future__ import annotations
+
+from django.conf import settings
+from django.db import models
+from django.db.models import Q
+
+from tenants.domain.roles import TokenRole
+
+
+class Region(models.Model):
+    slug = models.SlugField(max_length=40, unique=True)
+    name = models.CharField(max_length=100)
+
+    def __str__(self) -> str:
+        return self.slug
+
+
+class Cell(models.Model):
+    """A full stack with its own slice of model quota, serving many tenants."""
+
+    slug = models.SlugField(max_length=60, unique=True)
+    region = models.ForeignKey(Region, models.PROTECT, related_name="cells")
+    # Where gateways forward turns; empty when runtimes and clients share a process.
+    url = models.URLField(blank=True, default="")
+    # Serves deltas of the policy; raised by every publication. Never a cursor of anything else.
+    policy_version = models.PositiveBigIntegerField(default=0)
+    # The policy's `cell` part (shifts, regions), and the version that last changed it.
+    document = models.JSONField(default=dict)
+    document_version = models.PositiveBigIntegerField(default=0)
+    # Model quota of the provider, tokens per minute. NULL: nobody has entered it.
+    quota_tokens_per_minute = models.PositiveBigIntegerField(null=True, blank=True)
+    # NULL: the quota is only assumed, and no tenant may be placed here.
+    quota_verified_at = models.DateTimeField(null=True, blank=True)
+    quota_verified_by = models.CharField(max_length=150, blank=True, default="")
+    # Until when runtimes of this cell poll at the fast cadence. NULL: nothing moves.
+    # Set from the last backfill pass of a move until its fence opens.
+    fast_until = models.DateTimeField(null=True, blank=True)
+
+    def __str__(self) -> str:
+        return self.slug
+
+
+class Store(models.Model):
+    """A database of sessions: of one region, of no cell, holding many tenants."""
+
+    key = models.SlugField(max_length=60, unique=True)
+    region = models.ForeignKey(Region, models.PROTECT, related_name="stores")
+    # The port that opens it, such as "adk-sql".
+    kind = models.CharField(max_length=40)
+    # Where its address comes from: "env:ACME_STORE_URL" or "file:/run/secrets/acme".
+    # The address itself, which holds a password, is never in our database, logs or pages.
+    address_from = models.CharField(max_length=200)
+    # What the last survey found, for people. NULL: never surveyed.
+    survey = models.JSONField(null=True, blank=True)
+    surveyed_at = models.DateTimeField(null=True, blank=True)
+
+    def __str__(self) -> str:
+        return self.key
+
+
+class Agent(models.Model):
+    """The part of an app name before the first dot; a shift is per agent."""
+
+    slug = models.SlugField(max_length=60, unique=True)
+
+    def __str__(self) -> str:
+        return self.slug
+
+
+class Tenant(models.Model):
+    slug = models.SlugField(max_length=60, unique=True)
+    name = models.CharField(max_length=100)
+    # Such as "support.acme": the identity of every session, never changed by a move.
+    app_name = models.CharField(max_length=128, unique=True)
+    agent = models.ForeignKey(Agent, models.PROTECT, related_name="tenants")
+    # Whose midnight resets the daily budget (IANA name).
+    time_zone = models.CharField(max_length=60, default="UTC")
+    # Share of spare quota in max-min fairness; by plan.
+    weight = models.FloatField(default=1.0)
+    # pooled, bridge or silo: how much of the stack it has for itself.
+    tier = models.CharField(max_length=10, default="pooled")
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        constraints = [
+            models.CheckConstraint(condition=Q(weight__gte=0), name="tenant_weight_not_negative"),
+            models.CheckConstraint(
+                condition=Q(tier__in=["pooled", "bridge", "silo"]), name="tenant_known_tier"
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.slug
+
+
+class Counter(models.Model):
+    """The one row of counters that span cells. Locked after the cells, until commit.
+
+    Never a sequence: with one, 102 may commit before 101 and a reader skips 101 for ever.
+    """
+
+    id = models.PositiveSmallIntegerField(primary_key=True, default=1)
+    # Random per database, replaced after a restore: versions are sent as "epoch.number".
+    epoch = models.CharField(max_length=16)
+    # Raised only when a tenant's cell, store or split changes.
+    placement_version = models.PositiveBigIntegerField(default=0)
+    # The placement feed's own cursor, raised by any change of a feed row.
+    feed_version = models.PositiveBigIntegerField(default=0)
+
+    class Meta:
+        constraints = [models.CheckConstraint(condition=Q(id=1), name="one_counter_row")]
+
+
+class Placement(models.Model):
+    """Where a tenant lives now. Only a move's TARGET, or onboarding, changes it."""
+
+    tenant = models.OneToOneField(Tenant, models.PROTECT, related_name="placement")
+    cell = models.ForeignKey(Cell, models.PROTECT, related_name="placements")
+    store = models.ForeignKey(Store, models.PROTECT, related_name="placements")
+    # Where an applied plan wants it; routes nobody. NULL: no plan says otherwise.
+    intended_cell = models.ForeignKey(
+        Cell, models.PROTECT, null=True, blank=True, related_name="intended"
+    )
+    # The Counter.placement_version that set cell and store.
+    placement_version = models.PositiveBigIntegerField()
+    # The Counter.feed_version that last changed this row for gateways.
+    feed_version = models.PositiveBigIntegerField(db_index=True)
+
+    def __str__(self) -> str:
+        return f"{self.tenant} on {self.cell}"
+
+
+class PlacementChange(models.Model):
+    """One line of the placement history. Append-only."""
+
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="placement_changes")
+    cell = models.ForeignKey(Cell, models.PROTECT, related_name="+")
+    store = models.ForeignKey(Store, models.PROTECT, related_name="+")
+    placement_version = models.PositiveBigIntegerField()
+    at = models.DateTimeField()
+    by = models.CharField(max_length=150)
+    reason = models.TextField(blank=True, default="")
+
+    class Meta:
+        ordering = ["-placement_version", "-id"]
+
+
+class Scope(models.Model):
+    """A version of one tenant's limits; the newest holds. Append-only."""
+
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="scopes")
+    version = models.PositiveIntegerField()
+    # NULL on a limit: no limit.
+    max_concurrent_runs = models.PositiveIntegerField(null=True, blank=True)
+    runs_per_second = models.FloatField(null=True, blank=True)
+    daily_token_budget = models.PositiveBigIntegerField(null=True, blank=True)
+    max_model_calls_per_run = models.PositiveIntegerField(null=True, blank=True)
+    # NULL: every tool of the agent is allowed.
+    allowed_tools = models.JSONField(null=True, blank=True)
+    at = models.DateTimeField()
+    by = models.CharField(max_length=150)
+    reason = models.TextField(blank=True, default="")
+
+    class Meta:
+        ordering = ["-version"]
+        constraints = [
+            models.UniqueConstraint(fields=["tenant", "version"], name="scope_version_once")
+        ]
+
+
+class PolicyEntry(models.Model):
+    """What was last published for one tenant in one cell. Tombstones are never purged."""
+
+    cell = models.ForeignKey(Cell, models.PROTECT, related_name="entries")
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="entries")
+    # The cell's policy_version that stamped it.
+    version = models.PositiveBigIntegerField()
+    # all, none, existing, new, or moved (a tombstone naming `moved_to`).
+    accepts = models.CharField(max_length=10)
+    moved_to = models.ForeignKey(
+        Cell, models.PROTECT, null=True, blank=True, related_name="+"
+    )  # NULL: not a tombstone.
+    placement_version = models.PositiveBigIntegerField()
+    store = models.ForeignKey(Store, models.PROTECT, related_name="+")
+    # Raised when a secret rotates; runners are kept by (tenant, store key, generation).
+    runner_generation = models.PositiveIntegerField(default=1)
+    # The scope and identity as sent, so that serving a policy needs no join.
+    document = models.JSONField(default=dict)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["cell", "tenant"], name="one_entry_per_cell_and_tenant"
+            ),
+            models.CheckConstraint(
+                condition=Q(accepts="moved", moved_to__isnull=False)
+                | (~Q(accepts="moved") & Q(moved_to__isnull=True)),
+                name="a_tombstone_names_a_cell",
+            ),
+        ]
+        # The policy's delta: entries of a cell changed since a version.
+        indexes = [models.Index(fields=["cell", "version"], name="policy_delta")]
+
+
+class RuntimeInstance(models.Model):
+    """One operating-system process that serves one cell."""
+
+    # Public, random: `instance` on the wire.
+    key = models.CharField(max_length=32, unique=True)
+    cell = models.ForeignKey(Cell, models.PROTECT, related_name="instances")
+    name = models.CharField(max_length=100)
+    build = models.CharField(max_length=100, blank=True, default="")
+    # The process's own random id: tells a restart from a repeated join.
+    boot = models.CharField(max_length=64)
+    longest_turn_seconds = models.FloatField()
+    longest_tool_seconds = models.FloatField()
+    plugins = models.JSONField(default=list)
+    # Keys of the stores that it could open.
+    stores = models.JSONField(default=list)
+    joined_at = models.DateTimeField()
+    # A lease bounds when a turn may start; judged on the database's clock plus 5 s.
+    lease_until = models.DateTimeField()
+    # NULL: it has never asked for a policy, so it serves nothing and proves nothing.
+    polled_at = models.DateTimeField(null=True, blank=True)
+    reported_at = models.DateTimeField(null=True, blank=True)
+    # The cadence it was last told, so that silence is measured in its own polls.
+    poll_after_ms = models.PositiveIntegerField(default=5000)
+    # Last accepted report; the next is exactly one more.
+    seq = models.PositiveBigIntegerField(default=0)
+    applied_epoch = models.CharField(max_length=16, blank=True, default="")
+    applied_version = models.PositiveBigIntegerField(default=0)
+    # Tenant slug -> running turns, read under the lock that admission takes; absent counts 0.
+    in_flight = models.JSONField(default=dict)
+    in_flight_older = models.JSONField(default=dict)
+    # NULL: alive as far as we know. A gone instance is answered 410 and renews nothing.
+    gone_at = models.DateTimeField(null=True, blank=True, db_index=True)
+    # left, lapsed, replaced or dead (declared by a person).
+    gone_why = models.CharField(max_length=20, blank=True, default="")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class UsageLine(models.Model):
+    """What one instance served one tenant in one minute, as reported. Append-only."""
+
+    instance = models.ForeignKey(RuntimeInstance, models.PROTECT, related_name="usage_lines")
+    seq = models.PositiveBigIntegerField()
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="usage_lines")
+    minute = models.DateTimeField()
+    turns = models.PositiveIntegerField(default=0)
+    model_calls = models.PositiveIntegerField(default=0)
+    tokens = models.PositiveBigIntegerField(default=0)
+    # Reason (rate, concurrency, quota, budget, draining) -> refused turns.
+    refused = models.JSONField(default=dict)
+
+    class Meta:
+        constraints = [
+            # A report that is sent twice counts once.
+            models.UniqueConstraint(
+                fields=["instance", "seq", "tenant", "minute"], name="usage_line_once"
+            )
+        ]
+
+
+class DirtyLine(models.Model):
+    """A session that was served while its tenant moved. Feeds the forecast. Append-only."""
+
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="dirty_lines")
+    user_id = models.CharField(max_length=128)
+    session_id = models.CharField(max_length=128)
+    at = models.DateTimeField()
+
+    class Meta:
+        # The forecast: sessions of one tenant since a time.
+        indexes = [models.Index(fields=["tenant", "at"], name="dirty_since")]
+
+
+class Token(models.Model):
+    """A bearer secret of 256 random bits: shown once, kept as its SHA-256."""
+
+    name = models.CharField(max_length=100)
+    # The first characters of the secret, to tell tokens apart on a page.
+    prefix = models.CharField(max_length=12)
+    digest = models.CharField(max_length=64, unique=True)
+    role = models.CharField(max_length=10, choices=[(r.value, r.value) for r in TokenRole])
+    # For role runtime: the cells it may join. Empty for other roles.
+    cells = models.ManyToManyField(Cell, blank=True, related_name="tokens")
+    # For role tenant: whose usage it may read. NULL for other roles.
+    tenant = models.ForeignKey(Tenant, models.PROTECT, null=True, blank=True, related_name="tokens")
+    # For role operator: whose rights it has. NULL for other roles.
+    user = models.ForeignKey(
+        settings.AUTH_USER_MODEL, models.PROTECT, null=True, blank=True, related_name="tokens"
+    )
+    created_at = models.DateTimeField()
+    created_by = models.CharField(max_length=150)
+    expires_at = models.DateTimeField()
+    # Written at most once a minute.
+    last_used_at = models.DateTimeField(null=True, blank=True)
+    # NULL: in force.
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.prefix}…)"
+
+
+class AuditEntry(models.Model):
+    """One write by a person or a token: who, when, what, why. Append-only."""
+
+    at = models.DateTimeField(db_index=True)
+    # A user name, "token NAME", or "command" for manage.py.
+    who = models.CharField(max_length=150)
+    # Such as "move.abort".
+    verb = models.CharField(max_length=60)
+    # Such as "mv-147" or "tenant acme".
+    subject = models.CharField(max_length=150, db_index=True)
+    reason = models.TextField(blank=True, default="")
+    before = models.JSONField(null=True, blank=True)
+    after = models.JSONField(null=True, blank=True)
+    request_id = models.CharField(max_length=64, blank=True, default="")
+
+    class Meta:
+        ordering = ["-id"]
