@@ -1,0 +1,59 @@
+# `make` lists the targets. Each one does its own set-up: nothing to do by hand before.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# A throw-away PostgreSQL and Redis (or DATABASE_URL and REDIS_URL), then the command behind --.
+WITH_SERVERS := $(RUN) -m bench.servers --
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint fmt bench serve lock clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
+
+demo: $(READY) ## one tenant moves while agents keep talking (ONCE=1: exit when it has)
+	@$(RUN) -m bench.demo $(if $(ONCE),--once)
+
+test: $(READY) ## everything, against real PostgreSQL, Redis, google-adk and Chromium
+	@$(WITH_SERVERS) $(RUN) -m pytest $(ARGS)
+
+check: lint ## lint, then the tests that need no browser: before each commit
+	@$(WITH_SERVERS) $(RUN) -m pytest -m "not browser" $(ARGS)
+
+lint: $(READY) ## format, style, types, import contracts, settings, schema: nothing is changed
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+	@SWITCHYARD_HTTPS=1 $(RUN) manage.py check --deploy --fail-level WARNING
+	@$(RUN) manage.py makemigrations --check --dry-run
+
+fmt: $(READY) ## put code into the form that lint wants
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+bench: $(READY) ## measure against the bars (NAME=copy: only that one)
+	@$(WITH_SERVERS) $(RUN) -m bench $(NAME) $(ARGS)
+
+serve: $(READY) ## the embedded default: pages, workers and beat on this machine
+	@$(RUN) -m bench.serve
+
+lock: $(READY) ## pyproject.toml -> requirements.lock
+	@$(VENV)/bin/uv pip compile pyproject.toml --extra adk --group dev \
+	  --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
+	  --no-config --no-emit-index-url --no-emit-find-links \
+	  --custom-compile-command "make lock" --output-file requirements.lock
+
+clean: ## remove the virtualenv and everything that ran here
+	@rm -rf $(VENV) var .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# Made anew when the lock changes; the stamp comes last, so an interrupted install is repeated.
+$(READY): requirements.lock
+	@test -n "$(PYTHON)" || { echo "Install Python 3.11 or later, with its venv module."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "$(PYTHON) is too old: Python 3.11 or later is needed (make PYTHON=...)."; exit 1; }
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV)..."
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@touch $@
