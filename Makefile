@@ -37,7 +37,7 @@ bench: $(READY) ## measure against the bars (NAME=copy: only that one)
 	@$(WITH_SERVERS) $(RUN) -m bench $(NAME) $(ARGS)
 
 serve: $(READY) ## the embedded default: pages, workers and beat on this machine
-	@$(RUN) -m bench.serve
+	@$(RUN) manage.py serve
 
 lock: $(READY) ## pyproject.toml -> requirements.lock
 	@$(VENV)/bin/uv pip compile pyproject.toml --extra adk --group dev \

@@ -13,7 +13,7 @@ from kombu import Queue
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "platform_admin.settings")
 
-from django.conf import settings  # noqa: E402  (after the settings module is named)
+from django.conf import settings
 
 app = Celery("switchyard")
 
@@ -30,7 +30,7 @@ else:
             "data_folder_out": str(folder / "queue"),
             "processed_folder": str(folder / "processed"),
             "control_folder": str(folder / "control"),
-            # Seconds between looks at the folder; a fence waits for such a look at each queue change.
+            # Seconds between looks at the folder: what a change of queue costs a fence.
             "polling_interval": 0.05,
         },
     }

@@ -1,0 +1,39 @@
+"""`manage.py serve`: the whole installation on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from typing import Any
+
+from django.conf import settings
+from django.core.management import call_command
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from platform_admin.processes import KeepsDying, Supervisor, installation
+
+
+class Command(BaseCommand):
+    help = "Bring the schema up to date, then run pages, workers and beat until Ctrl-C."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--port", type=int, default=8000)
+
+    def handle(self, *args: Any, host: str, port: int, **options: Any) -> None:
+        call_command("migrate", verbosity=0)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+        logs = settings.HOME / "log"
+        try:
+            with Supervisor(logs) as supervisor:
+                supervisor.start(*installation(port, host=host))
+                self.stdout.write(f"http://{host}:{port}/  (Ctrl-C ends it; logs in {logs})")
+                while True:
+                    for name in supervisor.tend():
+                        self.stderr.write(f"{name} had ended and was started again")
+                    time.sleep(0.25)
+        except KeyboardInterrupt:
+            return
+        except KeepsDying as error:
+            raise CommandError(str(error)) from error
