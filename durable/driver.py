@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 Clock = Callable[[], datetime]
 
 BACKOFF_SECONDS = (1, 2, 5, 15, 30, 60)
+URGENT_SECONDS = 1
 # How often a paused row looks at its deadline.
 PAUSED_SECONDS = 1.0
+# Shorter waits are handed to a worker; longer ones are left to the sweep for due rows.
+HINT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,10 @@ class Machine:
     no_return: frozenset[StrEnum]
     # Phases that go on although a pause was asked for (the way out itself, and past no return).
     unpausable: frozenset[StrEnum]
-    # Hands (row id, phase) to a worker; a hint only, never the truth.
-    enqueue: Callable[[int, StrEnum], None]
+    # Phases in which somebody is refused: a failing step is tried again within a second.
+    urgent: frozenset[StrEnum]
+    # Hands (row id, phase, seconds from now) to a worker; a hint only, never the truth.
+    enqueue: Callable[[int, StrEnum, float], None]
     # Called instead of the step while paused: a deadline still holds.
     while_paused: Callable[[Any, Clock], Outcome] = field(
         default=lambda row, clock: Wait(PAUSED_SECONDS)
@@ -76,7 +81,7 @@ def advance(machine: Machine, pk: int, *, clock: Clock) -> bool:
     except Exception as error:
         if not isinstance(error, Refused):
             log.exception("%s failed in %s", row, row.phase)
-        outcome, failure = _after(row, error)
+        outcome, failure = _after(machine, row, error)
     else:
         failure = ""
     try:
@@ -135,6 +140,7 @@ def _settle(machine: Machine, row: Any, outcome: Outcome, now: datetime, *, fail
     ours = machine.model.objects.filter(pk=row.pk, claim=row.claim)
     match outcome:
         case Go(to=to):
+            seconds = 0.0
             changes |= {
                 "phase": to,
                 "phase_since": now,
@@ -153,19 +159,21 @@ def _settle(machine: Machine, row: Any, outcome: Outcome, now: datetime, *, fail
         return
     if outcome.note or to != row.phase:
         row.events.create(at=now, who=machine.name, was=row.phase, now=to, note=outcome.note)
-    if changes["due_at"] is not None and changes["due_at"] <= now:
-        transaction.on_commit(lambda: machine.enqueue(row.pk, to))
+    if changes["due_at"] is not None and seconds <= HINT_SECONDS:
+        transaction.on_commit(lambda: machine.enqueue(row.pk, to, seconds))
 
 
 def _give_back(machine: Machine, row: Any, now: datetime) -> None:
     """Settle nothing: the request that stopped the edge is answered by the next claim."""
     if not machine.model.objects.filter(pk=row.pk, claim=row.claim).update(due_at=now):
         raise Overtaken(f"{row} was claimed again after {row.claim}")
-    transaction.on_commit(lambda: machine.enqueue(row.pk, row.phase))
+    transaction.on_commit(lambda: machine.enqueue(row.pk, row.phase, 0.0))
 
 
-def _after(row: Any, error: Exception) -> tuple[Wait, str]:
+def _after(machine: Machine, row: Any, error: Exception) -> tuple[Wait, str]:
     seconds = BACKOFF_SECONDS[min(row.failures, len(BACKOFF_SECONDS) - 1)]
+    if row.phase in machine.urgent:
+        seconds = min(seconds, URGENT_SECONDS)
     failure = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
     # The same failure again is one line in the log, not a hundred.
     note = failure if failure != row.failure else ""

@@ -51,6 +51,10 @@ class TenantMigration(Durable):
     offboard_confirmed_at = models.DateTimeField(null=True, blank=True)
     offboard_confirmed_by = models.CharField(max_length=150, blank=True, default="")
 
+    # NULL: REOPEN cleans the target. Otherwise a person ends it although the target is unreachable.
+    leave_requested_at = models.DateTimeField(null=True, blank=True)
+    leave_requested_by = models.CharField(max_length=150, blank=True, default="")
+
     # --- what PREPARE found ------------------------------------------------------------
     # [{"name", "ok": true|false|null, "detail"}], in order; null is "not checked yet".
     checks = models.JSONField(default=list)
@@ -63,7 +67,15 @@ class TenantMigration(Durable):
     # Writers at the source older than its guard row: DRAIN must not begin while one lives.
     older_writers = models.JSONField(default=list)
 
+    # Whether equal stamps prove an unchanged session (not on SQLite: an edit in place is
+    # invisible). NULL: PREPARE has not looked.
+    stamps_prove = models.BooleanField(null=True, blank=True)
+    # Both guard rows are this move's: from here on the way out has something to undo.
+    guarded = models.BooleanField(default=False)
+
     # --- where the work is -------------------------------------------------------------
+    # What it waits for, in a person's words; "" while it works.
+    waiting_for = models.TextField(blank=True, default="")
     # Which sweep of a phase runs; each phase's own words, "" at its start.
     stage = models.CharField(max_length=20, blank=True, default="")
     # The last key that the running sweep has done, in the store's own order.
@@ -72,6 +84,8 @@ class TenantMigration(Durable):
     # Counts from 1 in BACKFILL; the first pass copies all.
     passes = models.PositiveIntegerField(default=0)
     pass_started_at = models.DateTimeField(null=True, blank=True)
+    # When the last whole pass ended. NULL: none has.
+    pass_ended_at = models.DateTimeField(null=True, blank=True)
     # Sessions done and to do in the running sweep; what the progress bar shows.
     done = models.PositiveBigIntegerField(default=0)
     todo = models.PositiveBigIntegerField(default=0)
@@ -86,7 +100,9 @@ class TenantMigration(Durable):
     # --- measured while it ran, for the quote; NULL: not measured yet ------------------
     copy_rate = models.FloatField(null=True, blank=True)  # sessions/s
     verify_rate = models.FloatField(null=True, blank=True)  # sessions/s, both sides at once
-    scan_seconds = models.FloatField(null=True, blank=True)  # reading every stamp, both sides
+    scan_seconds = models.FloatField(null=True, blank=True)  # reading the source's stamps once
+    gone_seconds = models.FloatField(null=True, blank=True)  # looking for deleted sessions once
+    mark_seconds = models.FloatField(null=True, blank=True)  # one high-water mark of the source
     shared_rate = models.FloatField(null=True, blank=True)  # users/s
 
     # --- the fence ---------------------------------------------------------------------
@@ -140,6 +156,8 @@ class TenantMigration(Durable):
 
 
 class MoveEvent(Event):
+    """One line of a move's log."""
+
     subject = models.ForeignKey(TenantMigration, models.CASCADE, related_name="events")
 
 
@@ -192,9 +210,10 @@ class Mismatch(models.Model):
         ordering = ["id"]
         constraints = [
             models.UniqueConstraint(
-                fields=["move", "session_id", "user_id", "part"],
+                # One open row per session: only its first difference is named.
+                fields=["move", "session_id", "user_id"],
                 condition=Q(resolved_at__isnull=True),
-                name="one_open_mismatch_per_part",
+                name="one_open_mismatch_per_session",
             )
         ]
 

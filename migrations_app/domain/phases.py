@@ -1,4 +1,4 @@
-"""The life of a move, as tables. Driver, tests, docs and the page's stepper read the same objects."""
+"""The life of a move, as tables that driver, tests, docs and the page's stepper all read."""
 
 from __future__ import annotations
 

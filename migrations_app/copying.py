@@ -1,0 +1,675 @@
+"""Copying and comparing: the bounded pieces that BACKFILL, DELTA, VERIFY and OFFBOARD share.
+
+Each function works for a few seconds at most and says how far it came. What it does in a
+store is guarded by that store's guard row, what it records by `holding`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+
+from durable.driver import Clock, holding
+from migrations_app import ports
+from migrations_app.domain.mismatch import Difference, Looks, session_difference, shared_difference
+from migrations_app.models import Mismatch, Sample, SessionStamp, TenantMigration
+from migrations_app.ports.base import Copied, Digest, Key, SessionStore, SharedRow, Stamp
+from tenants.models import Store
+
+# A step works this long, then settles: far below the lease, so that a kill costs little.
+STEP_SECONDS = 2.0
+# Keys read at once: some 45 ms of aggregation at 20 events each.
+PAGE = 2_000
+# One chunk is one transaction on the target. It aims at this long: on SQLite a longer
+# snapshot makes live turns wait for the file, and a killed worker repeats at most this.
+CHUNK_SECONDS = 0.4
+CHUNK_FIRST, CHUNK_MOST = 50, 500
+# Differences are named by reading both sessions; the rest of a chunk is named on demand.
+NAMED_PER_CHUNK = 20
+
+
+class Timer:
+    """Stops when a step has worked long enough."""
+
+    def __init__(self, seconds: float = STEP_SECONDS) -> None:
+        self.until = time.monotonic() + seconds
+
+    @property
+    def out(self) -> bool:
+        return time.monotonic() >= self.until
+
+
+@dataclass
+class Meter:
+    """What one step did and how long it took, folded into the move's rates."""
+
+    copied: int = 0
+    compared: int = 0
+    deleted: int = 0
+    changed: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
+    count: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def timing(self, what: str, count: int) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - begun
+        self.count[what] = self.count.get(what, 0) + count
+
+    def rate(self, what: str, known: float | None, least: int = 20) -> float | None:
+        """Return things per second, smoothed over what is known; unchanged on thin evidence."""
+        count, spent = self.count.get(what, 0), self.spent.get(what, 0.0)
+        if count < least or spent <= 0:
+            return known
+        return count / spent if known is None else 0.6 * known + 0.4 * count / spent
+
+    def changes(self, move: TenantMigration) -> dict[str, Any]:
+        """Return the columns of `move` that this step's work changes."""
+        scan = self.rate("scan", None)
+        gone = self.rate("gone", None)
+        return {
+            "copied": move.copied + self.copied,
+            "compared": move.compared + self.compared,
+            "deleted": move.deleted + self.deleted,
+            "changed": move.changed + self.changed,
+            "copy_rate": self.rate("copy", move.copy_rate),
+            "verify_rate": self.rate("compare", move.verify_rate),
+            "shared_rate": self.rate("shared", move.shared_rate, least=1),
+            "scan_seconds": move.sessions / scan if scan else move.scan_seconds,
+            "gone_seconds": move.sessions / gone if gone else move.gone_seconds,
+        }
+
+
+@contextmanager
+def opened(move: TenantMigration, store: Store) -> Iterator[SessionStore]:
+    """Open one side for the tenant, under the claim that `move` is held by."""
+    with ports.open_store(
+        store.kind,
+        store.address_from,
+        app_name=move.tenant.app_name,
+        move=move.pk,
+        claim=move.claim,
+    ) as port:
+        yield port
+
+
+@contextmanager
+def both(move: TenantMigration) -> Iterator[tuple[SessionStore, SessionStore]]:
+    """Open source and target."""
+    with ExitStack() as stack:
+        yield (
+            stack.enter_context(opened(move, move.source_store)),
+            stack.enter_context(opened(move, move.target_store)),
+        )
+
+
+def cursor(move: TenantMigration) -> Key:
+    """Return where the running sweep stands; START at its beginning."""
+    return Key(move.cursor_user, move.cursor_session)
+
+
+def chunk_size(move: TenantMigration) -> int:
+    """Return how many sessions make a chunk of CHUNK_SECONDS at the measured rate."""
+    if move.copy_rate is None:
+        return CHUNK_FIRST
+    return max(1, min(CHUNK_MOST, int(move.copy_rate * CHUNK_SECONDS)))
+
+
+@dataclass(frozen=True)
+class Noted:
+    source_stamp: Stamp
+    target_stamp: Stamp
+    compared: bool
+
+
+def noted(move: TenantMigration, keys: Collection[Key]) -> dict[Key, Noted]:
+    """Return what is recorded of these sessions, where anything is."""
+    rows = move.stamps.filter(session_id__in={key.session_id for key in keys})
+    return {
+        Key(user, session): Noted(source, target, compared is not None)
+        for user, session, source, target, compared in rows.values_list(
+            "user_id", "session_id", "source_stamp", "target_stamp", "compared_at"
+        )
+    }
+
+
+@dataclass(frozen=True)
+class Swept:
+    """How far a sweep came: its cursor, how many keys it passed, whether it is through."""
+
+    cursor: Key
+    passed: int
+    finished: bool
+
+
+def sweep(
+    move: TenantMigration,
+    source: SessionStore,
+    *,
+    meter: Meter,
+    timer: Timer,
+    needs: Callable[[Sequence[tuple[Key, Stamp]]], set[Key]],
+    work: Callable[[Sequence[Key]], None],
+    chunk: int,
+) -> Swept:
+    """Walk the source's sessions from the move's cursor; give those that need it to `work`.
+
+    `needs(page)` returns which keys of a page of (key, stamp) need work; `work(keys)` does it
+    for up to `chunk` of them. Few needles in much hay are gathered over pages, so that
+    the work's own cost is paid per chunk, not per page.
+    """
+    read, done, passed = cursor(move), cursor(move), 0
+    pending: list[tuple[Key, bool]] = []
+    exhausted = False
+    while True:
+        waiting = sum(needed for _, needed in pending)
+        if not exhausted and waiting < chunk and not timer.out:
+            with meter.timing("scan", 0):
+                page = source.page(read, PAGE)
+                wanted = needs(page) if page else set()
+            meter.count["scan"] = meter.count.get("scan", 0) + len(page)
+            pending += [(key, key in wanted) for key, _ in page]
+            read = page[-1][0] if page else read
+            exhausted = len(page) < PAGE
+            continue
+        prefix = _prefix(pending, chunk)
+        if prefix:
+            if keys := [key for key, needed in prefix if needed]:
+                work(keys)
+            del pending[: len(prefix)]
+            done, passed = prefix[-1][0], passed + len(prefix)
+        if exhausted and not pending:
+            return Swept(done, passed, finished=True)
+        if timer.out:
+            return Swept(done, passed, finished=False)
+
+
+def _prefix(pending: Sequence[tuple[Key, bool]], chunk: int) -> list[tuple[Key, bool]]:
+    """Return the head of `pending` that holds at most `chunk` keys in need."""
+    taken: list[tuple[Key, bool]] = []
+    needed = 0
+    for key, need in pending:
+        if need and needed == chunk:
+            break
+        needed += need
+        taken.append((key, need))
+    return taken
+
+
+def changed_keys(move: TenantMigration, page: Sequence[tuple[Key, Stamp]]) -> set[Key]:
+    """Return the keys of a page whose copy is not of the stamp that the source has now."""
+    known = noted(move, [key for key, _ in page])
+    return {key for key, stamp in page if key not in known or known[key].source_stamp != stamp}
+
+
+def unproven_keys(
+    move: TenantMigration, target: SessionStore, page: Sequence[tuple[Key, Stamp]]
+) -> set[Key]:
+    """Return the keys of a page that are not proven equal by an earlier comparison.
+
+    Proven: compared equal at exactly the stamps that both sides still have, and the
+    stamps of these stores see every edit.
+    """
+    keys = [key for key, _ in page]
+    if not move.stamps_prove:
+        return set(keys)
+    known, there = noted(move, keys), target.stamps(keys)
+    return {
+        key
+        for key, stamp in page
+        if key not in known
+        or not known[key].compared
+        or known[key].source_stamp != stamp
+        or known[key].target_stamp != there.get(key)
+    }
+
+
+def copy(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    keys: Sequence[Key],
+    *,
+    meter: Meter,
+    clock: Clock,
+    compare: bool,
+) -> None:
+    """Copy one chunk: note its keys, write it, compare it if asked, record what is known.
+
+    A key is noted before its chunk is written, so whatever a crash leaves on the target is
+    on the list of what we wrote. A session that vanished at the source is gone at the
+    target too. A difference of sessions that changed meanwhile is not a mismatch: the next
+    pass sees their stamps.
+    """
+    with holding(move):
+        SessionStamp.objects.bulk_create(
+            [SessionStamp(move=move, user_id=u, session_id=s) for u, s in keys],
+            ignore_conflicts=True,
+        )
+    with meter.timing("copy", len(keys)):
+        copied = ports.copy(source, target, keys)
+    meter.copied += len(copied)
+    equal: set[Key] = set()
+    differ: dict[Key, Difference] = {}
+    pair: Digests = ({}, {})
+    if compare and copied:
+        with meter.timing("compare", len(copied)):
+            pair = digests(source, target, list(copied))
+        meter.compared += len(copied)
+        equal, differ = _verdicts(source, target, copied, pair)
+    gone = [key for key in keys if key not in copied]
+    meter.deleted += len(gone)
+    now = clock()
+    with holding(move):
+        _record(move, copied, {key: now for key in equal})
+        _forget(move, gone)
+        _resolve(move, [*gone, *equal], now)
+        _report(move, differ, pair, now)
+
+
+Digests = tuple[dict[Key, Digest], dict[Key, Digest]]
+
+
+def digests(source: SessionStore, target: SessionStore, keys: Collection[Key]) -> Digests:
+    """Return both sides' digests, computed at the same time."""
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(target.digests, keys)
+        ours = source.digests(keys)
+        return ours, theirs.result()
+
+
+def _verdicts(
+    source: SessionStore, target: SessionStore, copied: Mapping[Key, Copied], pair: Digests
+) -> tuple[set[Key], dict[Key, Difference]]:
+    """Tell equal sessions from different ones; those that moved on since the copy are neither."""
+    ours, theirs = pair
+    equal, differ = set(), []
+    for key, stamps in copied.items():
+        mine, other = ours.get(key), theirs.get(key)
+        if mine is None or mine.stamp != stamps.source:
+            continue
+        if same(mine, other) and other is not None and other.stamp == stamps.target:
+            equal.add(key)
+        else:
+            differ.append(key)
+    return equal, name(source, target, differ)
+
+
+def same(ours: Digest | None, theirs: Digest | None) -> bool:
+    """Return whether two digests are of equal sessions, whatever their stamps."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    return (ours.state, ours.events) == (theirs.state, theirs.events)
+
+
+def name(source: SessionStore, target: SessionStore, keys: Iterable[Key]) -> dict[Key, Difference]:
+    """Say where these sessions differ, by reading the first NAMED_PER_CHUNK of them."""
+    named: dict[Key, Difference] = {}
+    for key in keys:
+        if len(named) < NAMED_PER_CHUNK:
+            found = session_difference(source.session(key), target.session(key))
+        else:
+            found = Difference("events", "open the diff to see where", Looks.CHANGED_VALUE)
+        named[key] = found or Difference(
+            "events", "the rows differ in a column that ADK does not read", Looks.CHANGED_VALUE
+        )
+    return named
+
+
+def compare(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    keys: Sequence[Key],
+    *,
+    meter: Meter,
+    clock: Clock,
+) -> None:
+    """Compare one chunk while the source is closed: what differs now is a mismatch."""
+    with meter.timing("compare", len(keys)):
+        pair = digests(source, target, keys)
+    ours, theirs = pair
+    meter.compared += len(keys)
+    equal = [key for key in keys if same(ours.get(key), theirs.get(key))]
+    differ = name(source, target, [key for key in keys if key not in set(equal)])
+    stamps = {
+        key: Copied(ours[key].stamp, theirs[key].stamp)
+        for key in equal
+        if key in ours and key in theirs
+    }
+    now = clock()
+    with holding(move):
+        _record(move, stamps, dict.fromkeys(stamps, now))
+        _resolve(move, equal, now)
+        _report(move, differ, pair, now)
+
+
+def _record(
+    move: TenantMigration, stamps: Mapping[Key, Copied], compared: Mapping[Key, datetime]
+) -> None:
+    SessionStamp.objects.bulk_create(
+        [
+            SessionStamp(
+                move=move,
+                user_id=key.user_id,
+                session_id=key.session_id,
+                source_stamp=pair.source,
+                target_stamp=pair.target,
+                compared_at=compared.get(key),
+            )
+            for key, pair in stamps.items()
+        ],
+        update_conflicts=True,
+        unique_fields=["move", "session_id", "user_id"],
+        update_fields=["source_stamp", "target_stamp", "compared_at"],
+    )
+
+
+def _forget(move: TenantMigration, keys: Collection[Key]) -> None:
+    if keys:
+        ids = [
+            pk
+            for pk, user, session in move.stamps.filter(
+                session_id__in={key.session_id for key in keys}
+            ).values_list("pk", "user_id", "session_id")
+            if Key(user, session) in set(keys)
+        ]
+        move.stamps.filter(pk__in=ids).delete()
+
+
+def _resolve(move: TenantMigration, keys: Collection[Key], now: datetime) -> None:
+    """Close the open mismatches of sessions that are equal, or gone on both sides."""
+    wanted = set(keys)
+    ids = [
+        pk
+        for pk, user, session in move.mismatches.filter(resolved_at=None)
+        .exclude(session_id="")
+        .values_list("pk", "user_id", "session_id")
+        if Key(user, session) in wanted
+    ]
+    if ids:
+        move.mismatches.filter(pk__in=ids).update(resolved_at=now)
+
+
+def _report(
+    move: TenantMigration, differ: Mapping[Key, Difference], pair: Digests, now: datetime
+) -> None:
+    for key, difference in differ.items():
+        ours, theirs = pair[0].get(key), pair[1].get(key)
+        part = "state" if difference.part == "state" else "events"
+        move.mismatches.update_or_create(
+            user_id=key.user_id,
+            session_id=key.session_id,
+            resolved_at=None,
+            defaults={
+                "part": difference.part,
+                "first_difference": difference.text,
+                "looks_like": difference.looks_like,
+                "source_digest": getattr(ours, part, ""),
+                "target_digest": getattr(theirs, part, ""),
+                "found_at": now,
+                "found_in": move.phase,
+                # A repair that did not help may be asked for again.
+                "repair_requested_at": None,
+                "repair_requested_by": "",
+            },
+        )
+
+
+def remove_gone(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    *,
+    meter: Meter,
+    timer: Timer,
+) -> Swept:
+    """Delete on the target what was deleted at the source since its copy.
+
+    A delete leaves no trace at the source, so every noted key is looked up there, page by
+    page of our own list (cursor_session holds the last id).
+    """
+    last = int(move.cursor_session or 0)
+    passed = 0
+    while True:
+        rows = list(
+            move.stamps.filter(pk__gt=last)
+            .order_by("pk")
+            .values_list("pk", "user_id", "session_id")[:PAGE]
+        )
+        with meter.timing("gone", len(rows)):
+            keys = [Key(user, session) for _, user, session in rows]
+            alive = source.stamps(keys) if keys else {}
+        if gone := [key for key in keys if key not in alive]:
+            target.delete(gone)
+            meter.deleted += len(gone)
+            with holding(move):
+                _forget(move, gone)
+        passed += len(rows)
+        last = rows[-1][0] if rows else last
+        if len(rows) < PAGE or timer.out:
+            return Swept(Key("", str(last)), passed, finished=len(rows) < PAGE)
+
+
+def settle_shared(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    *,
+    meter: Meter,
+    timer: Timer,
+    write: bool,
+    clock: Clock,
+) -> Swept:
+    """Bring user: and app: state over by value (`write`), or compare it and name what differs.
+
+    By value, never by replay: replayed deltas leave the value of whichever session came
+    last, and re-copying never converges (article 000). Rows only the target has go away.
+    """
+    # The cursor is a user; "1" in cursor_session says that the app's row is behind us.
+    after = move.cursor_user if move.cursor_session else None
+    passed = 0
+    while True:
+        rows = source.shared_page(after, PAGE)
+        with meter.timing("shared", len(rows)):
+            there = target.shared([row.user_id for row in rows]) if rows else {}
+            differ = [row for row in rows if _digest(there.get(row.user_id)) != row.digest]
+            if write and differ:
+                target.write_shared(differ)
+        if not write:
+            _compare_shared(move, differ, there, clock())
+        passed += len(rows)
+        after = (rows[-1].user_id or "") if rows else (after or "")
+        if len(rows) < PAGE:
+            _remove_foreign_shared(move, source, target, write=write, clock=clock)
+            return Swept(Key(after, "1"), passed, finished=True)
+        if timer.out:
+            return Swept(Key(after, "1"), passed, finished=False)
+
+
+def _digest(row: SharedRow | None) -> str:
+    return row.digest if row else ""
+
+
+def _compare_shared(
+    move: TenantMigration,
+    differ: Sequence[SharedRow],
+    there: Mapping[str | None, SharedRow],
+    now: datetime,
+) -> None:
+    with holding(move):
+        for row in differ:
+            other = there.get(row.user_id)
+            difference = shared_difference(
+                row.user_id, json.loads(row.state), json.loads(other.state) if other else None
+            )
+            report_shared(move, row.user_id, difference, row.digest, _digest(other), now)
+
+
+def report_shared(
+    move: TenantMigration,
+    user_id: str | None,
+    difference: Difference | None,
+    ours: str,
+    theirs: str,
+    now: datetime,
+) -> None:
+    """Record a difference of shared state. Inside the caller's `holding`."""
+    part = "app" if user_id is None else "user"
+    move.mismatches.update_or_create(
+        user_id=user_id or "",
+        session_id="",
+        resolved_at=None,
+        defaults={
+            "part": part,
+            "first_difference": difference.text
+            if difference
+            else "the rows differ in spelling only",
+            "looks_like": difference.looks_like if difference else Looks.OLD_SHARED_WON,
+            "source_digest": ours,
+            "target_digest": theirs,
+            "found_at": now,
+            "found_in": move.phase,
+            "repair_requested_at": None,
+            "repair_requested_by": "",
+        },
+    )
+
+
+def _remove_foreign_shared(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    *,
+    write: bool,
+    clock: Clock,
+) -> None:
+    after: str | None = None
+    while rows := target.shared_page(after, PAGE):
+        here = source.shared([row.user_id for row in rows])
+        foreign = [row for row in rows if row.user_id not in here]
+        if foreign and write:
+            target.delete_shared([row.user_id for row in foreign])
+        elif foreign:
+            now = clock()
+            with holding(move):
+                for row in foreign:
+                    extra = Difference("user", "not on the source", Looks.WRITTEN_ON_TARGET)
+                    report_shared(move, row.user_id, extra, "", row.digest, now)
+        after = rows[-1].user_id or ""
+        if len(rows) < PAGE:
+            return
+
+
+def repair(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    *,
+    meter: Meter,
+    clock: Clock,
+) -> int:
+    """Do the repairs that people asked for: copy again and compare; return how many were done."""
+    asked = list(
+        move.mismatches.filter(resolved_at=None, repair_requested_at__isnull=False)[:CHUNK_FIRST]
+    )
+    if sessions := [Key(m.user_id, m.session_id) for m in asked if m.session_id]:
+        copy(move, source, target, sessions, meter=meter, clock=clock, compare=True)
+    for mismatch in (m for m in asked if not m.session_id):
+        user_id = mismatch.user_id if mismatch.part == "user" else None
+        _repair_shared(move, source, target, user_id, mismatch, clock)
+    return len(asked)
+
+
+def _repair_shared(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    user_id: str | None,
+    mismatch: Mismatch,
+    clock: Clock,
+) -> None:
+    ours = source.shared([user_id]).get(user_id)
+    if ours is None:
+        target.delete_shared([user_id])
+    else:
+        target.write_shared([ours])
+    equal = _digest(target.shared([user_id]).get(user_id)) == _digest(ours)
+    with holding(move):
+        move.mismatches.filter(pk=mismatch.pk).update(
+            resolved_at=clock() if equal else None,
+            repair_requested_at=None,
+            repair_requested_by="",
+        )
+
+
+def sample(move: TenantMigration, changes: Mapping[str, Any], clock: Clock) -> None:
+    """Keep how far the move is, for its chart. A few rows a minute are enough to draw it."""
+    now = clock()
+    latest = move.samples.order_by("-id").values_list("at", flat=True).first()
+    if latest is not None and (now - latest).total_seconds() < STEP_SECONDS:
+        return
+    merged = {
+        name: changes.get(name, getattr(move, name))
+        for name in ("done", "todo", "copied", "changed")
+    }
+    with holding(move):
+        Sample.objects.create(move=move, at=now, phase=move.phase, passes=move.passes, **merged)
+
+
+def delete_copied(move: TenantMigration, target: SessionStore, *, timer: Timer) -> bool:
+    """Remove from the target what this move wrote there; return whether nothing is left."""
+    while True:
+        rows = list(
+            move.stamps.order_by("pk").values_list("pk", "user_id", "session_id")[:CHUNK_MOST]
+        )
+        if not rows:
+            shared = target.shared_page(None, PAGE)
+            if shared:
+                target.delete_shared([row.user_id for row in shared])
+            if len(shared) < PAGE:
+                return True
+        else:
+            target.delete([Key(user, session) for _, user, session in rows])
+            with holding(move):
+                move.stamps.filter(pk__in=[pk for pk, _, _ in rows]).delete()
+        if timer.out:
+            return False
+
+
+def offboard(
+    move: TenantMigration, source: SessionStore, *, meter: Meter, timer: Timer
+) -> Swept:
+    """Delete the source's sessions that are still what was recorded.
+
+    Others stay, and stay on our list of stamps: that list is then what was left.
+    """
+    last, passed = int(move.cursor_session or 0), 0
+    while True:
+        rows = list(
+            move.stamps.filter(pk__gt=last)
+            .order_by("pk")
+            .values_list("pk", "user_id", "session_id", "source_stamp")[:CHUNK_MOST]
+        )
+        if not rows:
+            return Swept(Key("", str(last)), passed, finished=True)
+        recorded = {Key(user, session): stamp for _, user, session, stamp in rows}
+        gone = set(source.delete_unchanged(recorded))
+        # Deleted by an earlier try that was killed before it could say so.
+        gone |= set(recorded) - set(source.stamps(list(recorded)))
+        meter.deleted += len(gone)
+        with holding(move):
+            move.stamps.filter(
+                pk__in=[pk for pk, user, session, _ in rows if Key(user, session) in gone]
+            ).delete()
+        last, passed = rows[-1][0], passed + len(rows)
+        if timer.out:
+            return Swept(Key("", str(last)), passed, finished=False)

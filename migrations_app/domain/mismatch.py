@@ -1,0 +1,143 @@
+"""Names what differs between two copies of a session, and which failure it looks like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Looks(StrEnum):
+    """Failures that a difference can look like (article 000, "Failure modes")."""
+
+    EMPTY_COPY = "empty_copy"  # The target has the session and none of its events.
+    SHARED_FROZEN = "shared_frozen"  # app: or user: keys stand inside a session's own state.
+    OLD_SHARED_WON = "old_shared_won"  # A shared value on the target is not the source's.
+    FENCE_LEAK = "fence_leak"  # The source has events that came after the copy.
+    WRITTEN_ON_TARGET = "written_on_target"  # The target has what the source never had.
+    LOST = "lost"  # The session is not on the target at all.
+    CHANGED_VALUE = (
+        "changed_value"  # Same shape, another value: the store can't hold it, or an edit.
+    )
+
+
+WORDS: dict[Looks, str] = {
+    Looks.EMPTY_COPY: "Empty copy: it was read from a list, not from the session.",
+    Looks.SHARED_FROZEN: "Shared state was frozen into the session.",
+    Looks.OLD_SHARED_WON: "An old shared value won. Re-copying the session will not fix it.",
+    Looks.FENCE_LEAK: "Written at the source after it was copied.",
+    Looks.WRITTEN_ON_TARGET: "Something other than this move wrote on the target.",
+    Looks.LOST: "Missing on the target.",
+    Looks.CHANGED_VALUE: "A value differs: edited in place, or not held by the target.",
+}
+
+SHARED_PREFIXES = ("app:", "user:")
+# Long values are cut in a row of a table; the diff shows them whole.
+SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Difference:
+    part: str  # events, state, user, app, missing or extra
+    text: str
+    looks_like: Looks
+
+
+def session_difference(
+    source: Mapping[str, Any] | None, target: Mapping[str, Any] | None
+) -> Difference | None:
+    """Return the first difference of two sessions, each as a port's `session()` gives it.
+
+    None: they are equal. A missing side is a difference of its own.
+    """
+    if source is None and target is None:
+        return None
+    if target is None:
+        return Difference("missing", "not on the target", Looks.LOST)
+    if source is None:
+        return Difference("extra", "not on the source", Looks.WRITTEN_ON_TARGET)
+    return _events(source["events"], target["events"]) or _state(source, target)
+
+
+def shared_difference(
+    user_id: str | None, source: Mapping[str, Any] | None, target: Mapping[str, Any] | None
+) -> Difference | None:
+    """Return the first difference of shared state, of one user or (None) of the app."""
+    found = _first(source or {}, target or {}, "app:" if user_id is None else "user:")
+    if found is None:
+        return None
+    return Difference("app" if user_id is None else "user", found, Looks.OLD_SHARED_WON)
+
+
+def _events(
+    source: Sequence[Mapping[str, Any]], target: Sequence[Mapping[str, Any]]
+) -> Difference | None:
+    if source and not target:
+        return Difference("events", f"none of {len(source)} events", Looks.EMPTY_COPY)
+    for index, (ours, theirs) in enumerate(zip(source, target, strict=False), start=1):
+        found = _first(ours, theirs, "")
+        if found is None:
+            continue
+        known = {event.get("id") for event in target}
+        if ours.get("id") not in known:
+            return Difference(
+                "events", f"event {index} of {len(source)} is missing", Looks.FENCE_LEAK
+            )
+        return Difference("events", f"event {index}: {found}", Looks.CHANGED_VALUE)
+    if len(source) > len(target):
+        text = f"event {len(target) + 1} of {len(source)} is missing"
+        return Difference("events", text, Looks.FENCE_LEAK)
+    if len(target) > len(source):
+        text = f"event {len(source) + 1} of {len(target)} is not on the source"
+        return Difference("events", text, Looks.WRITTEN_ON_TARGET)
+    return None
+
+
+def _state(source: Mapping[str, Any], target: Mapping[str, Any]) -> Difference | None:
+    frozen = [
+        key
+        for key in target["state"]
+        if key.startswith(SHARED_PREFIXES) and key not in source["state"]
+    ]
+    if frozen:
+        return Difference(
+            "state", f"{sorted(frozen)[0]} is only on the target", Looks.SHARED_FROZEN
+        )
+    found = _first(source["state"], target["state"], "")
+    if found is None and source["update_time"] != target["update_time"]:
+        found = (
+            f"last update is {source['update_time']} on source, {target['update_time']} on target"
+        )
+    return Difference("state", found, Looks.CHANGED_VALUE) if found else None
+
+
+def _first(source: Any, target: Any, path: str) -> str | None:
+    """Return where two JSON values first differ, in a person's words; None if they are equal."""
+    if isinstance(source, Mapping) and isinstance(target, Mapping):
+        for key in sorted(source.keys() | target.keys()):
+            where = f"{path}{key}" if not path or path.endswith(":") else f"{path}.{key}"
+            if key not in target:
+                return f"{where} is only on the source"
+            if key not in source:
+                return f"{where} is only on the target"
+            if found := _first(source[key], target[key], where):
+                return found
+        return None
+    if isinstance(source, list) and isinstance(target, list):
+        for index, (ours, theirs) in enumerate(zip(source, target, strict=False)):
+            if found := _first(ours, theirs, f"{path}[{index}]"):
+                return found
+        if len(source) != len(target):
+            return f"{path} has {len(source)} on source, {len(target)} on target"
+        return None
+    # 1 == 1.0 == True in Python; in JSON they are three values.
+    if type(source) is type(target) and source == target:
+        return None
+    return f"{path} is {_shown(source)} on source, {_shown(target)} on target"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

@@ -1,0 +1,115 @@
+"""The fence's quote: how long new turns would be refused if it closed now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Until a runtime hears of the closed fence, at the fast cadence (seconds).
+POLL_SECONDS = 0.25
+# Publishing, closing, claiming and settling of four phases (seconds, measured: 0.1 to 0.2).
+PUBLISH_SECONDS = 0.2
+# Rates before anything was measured: the article's 40 sessions/s, on the slow side on purpose.
+ASSUMED_RATE = 40.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the quote. `detail` shows the arithmetic, to be checked by eye."""
+
+    name: str  # drain, scan, delta, verify, shared or publish
+    detail: str
+    expected: float  # seconds
+    worst: float  # seconds
+
+
+@dataclass(frozen=True)
+class Quote:
+    """`expected` is what the fence should take, `worst` what it may take at most, in seconds."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def expected(self) -> float:
+        return sum(part.expected for part in self.parts)
+
+    @property
+    def worst(self) -> float:
+        return sum(part.worst for part in self.parts)
+
+    def as_json(self) -> dict[str, object]:
+        """Return what is kept on the move at the moment of closing."""
+        return {
+            "expected": self.expected,
+            "worst": self.worst,
+            "parts": [
+                {"name": p.name, "detail": p.detail, "expected": p.expected, "worst": p.worst}
+                for p in self.parts
+            ],
+        }
+
+
+def quote(
+    *,
+    changed: int,
+    compare: int,
+    users: int,
+    running_seconds: float = 0.0,
+    drain_bound_seconds: float = 60.0,
+    copy_rate: float | None = None,
+    verify_rate: float | None = None,
+    shared_rate: float | None = None,
+    scan_seconds: float = 0.0,
+) -> Quote:
+    """Work out the fence from what is left to do and how fast it went so far.
+
+    `changed` sessions are copied and `compare` compared inside the fence, `users`
+    have their shared state written and compared. Rates are per second, None where
+    nothing was measured. `running_seconds` is the p95 of time left in running
+    turns, `scan_seconds` all reading of stamps and marks.
+    Source: article 000, "Worked example: sizing the fence".
+
+    >>> q = quote(changed=900, compare=900, users=0, running_seconds=60, copy_rate=40,
+    ...           verify_rate=40)
+    >>> round(q.expected - POLL_SECONDS - PUBLISH_SECONDS, 1)
+    105.0
+    """
+    copying = copy_rate or ASSUMED_RATE
+    verifying = verify_rate or ASSUMED_RATE
+    sharing = shared_rate or ASSUMED_RATE
+    delta = changed / copying
+    verify = compare / verifying
+    shared = users / sharing
+    drain = running_seconds + POLL_SECONDS
+    return Quote(
+        (
+            Part(
+                "drain",
+                "turns that are running, and one poll",
+                drain,
+                max(drain, drain_bound_seconds),
+            ),
+            Part("scan", "reading every stamp, and the marks", scan_seconds, scan_seconds),
+            Part("delta", f"{changed:,} changed ÷ {copying:,.0f} /s", delta, delta),
+            Part("verify", f"{compare:,} to compare ÷ {verifying:,.0f} /s", verify, verify),
+            Part("shared", f"{users:,} users ÷ {sharing:,.0f} /s", shared, shared),
+            Part("publish", "closing, publishing, opening", PUBLISH_SECONDS, PUBLISH_SECONDS),
+        )
+    )
+
+
+def backfill_seconds(sessions: int, rate: float) -> float:
+    """Return how long a copy of `sessions` takes at `rate` sessions per second.
+
+    >>> backfill_seconds(12_600, 40)
+    315.0
+    """
+    return sessions / rate
+
+
+def pace(sessions: int, window_seconds: float) -> float:
+    """Return sessions per second that spread a copy over a window (M50).
+
+    >>> round(pace(12_600, 3 * 3600), 2)
+    1.17
+    """
+    return sessions / window_seconds

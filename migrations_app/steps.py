@@ -1,0 +1,671 @@
+"""What a move does in each phase: one idempotent, bounded step each.
+
+A step may run again after any crash, and a stalled one may wake long after another
+worker has gone on. So every effect is guarded: in a store by its guard row, which is
+taken under this step's claim first; in our own database by `holding`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from durable.driver import Clock, Machine, holding
+from durable.errors import Refused
+from durable.machine import Go, Outcome, Wait
+from migrations_app import copying, queries, services
+from migrations_app.copying import Meter, Timer
+from migrations_app.domain.phases import (
+    ENDED,
+    FENCED,
+    NO_RETURN,
+    PROMPT,
+    TABLE,
+    UNPAUSABLE,
+    WAY_OUT,
+    Mode,
+    Phase,
+)
+from migrations_app.models import TenantMigration
+from migrations_app.ports.base import START, Guard, GuardTaken, Key, SessionStore, StoreBusy
+from tenants import queries as tenants_queries
+from tenants import services as tenants
+
+# A red preparation is looked at again this often, and a wait for a person.
+LOOK_AGAIN_SECONDS = 5.0
+# Waiting on somebody inside the fence is polled inside the step, so that a fence never
+# waits for a tick: every 50 ms, for up to 2 s.
+POLL_SECONDS, POLL_FOR_SECONDS = 0.05, 2.0
+# A last pass younger than this is fresh enough to close the fence on.
+FRESH_SECONDS = 5.0
+# While the move waits for a person, passes go on this often, or at a tenth of the time.
+IDLE_SECONDS = 15.0
+# The fast cadence is asked for this far ahead and again by every step that needs it; it
+# ends by itself, so no killed worker leaves a cell polling fast for ever.
+HURRY = timedelta(seconds=60)
+
+
+def prepare(move: TenantMigration, clock: Clock) -> Outcome:
+    """Check everything that can be checked, then make guard and tables, and make sure of them."""
+    now = clock()
+    found = services.preflight(
+        move.tenant,
+        source_cell=move.source_cell,
+        source_store=move.source_store,
+        target_cell=move.target_cell,
+        target_store=move.target_store,
+        now=now,
+        # After a crash past the guard, what is on the target is this move's own.
+        move=move,
+    )
+    checks = list(found.checks)
+    if found.refusals or found.source is None or found.target is None:
+        return _blocked(move, checks)
+    with copying.both(move) as (source, target):
+        try:
+            checks += _make_sure(move, source, target)
+        except StoreBusy as busy:
+            return Wait(busy.retry_after_seconds or 0.2)
+        except GuardTaken as taken:
+            checks.append(services.Check("Guard", False, str(taken)))
+        if any(check.ok is False for check in checks):
+            return _blocked(move, checks)
+        older = source.older_writers()
+    return Go(
+        Phase.BACKFILL,
+        f"Prepared: {found.source.sessions:,} sessions of {found.source.users:,} users",
+        {
+            "checks": _as_json(checks),
+            "findings": found.findings,
+            "waiting_for": "",
+            "guarded": True,
+            "sessions": found.source.sessions,
+            "users": found.source.users,
+            "interrupted": found.source.interrupted,
+            "stamps_prove": found.source.stamps_see_edits and found.target.stamps_see_edits,
+            "older_writers": older,
+            "stage": "",
+        },
+    )
+
+
+def _blocked(move: TenantMigration, checks: Sequence[services.Check]) -> Wait:
+    red = [check for check in checks if check.ok is False]
+    waiting_for = "; ".join(f"{check.name}: {check.detail}" for check in red)
+    if waiting_for == move.waiting_for and _as_json(checks) == move.checks:
+        return Wait(LOOK_AGAIN_SECONDS)
+    return Wait(
+        LOOK_AGAIN_SECONDS,
+        f"Blocked: {waiting_for}" if waiting_for != move.waiting_for else "",
+        {"checks": _as_json(checks), "waiting_for": waiting_for},
+    )
+
+
+def _as_json(checks: Sequence[services.Check]) -> list[dict[str, Any]]:
+    return [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks]
+
+
+def _make_sure(
+    move: TenantMigration, source: SessionStore, target: SessionStore
+) -> list[services.Check]:
+    """Provision both sides, tell whether they are one place, take both guard rows."""
+    theirs, ours = target.guard(), source.guard()
+    for guard, store in ((theirs, move.target_store), (ours, move.source_store)):
+        _may_take(move, guard, str(store))
+    target.provision()
+    if _same_place(source, target):
+        detail = (
+            f"{move.source_store} and {move.target_store} are the same database under two"
+            " addresses. Choose another store."
+        )
+        return [services.Check("Two places", False, detail)]
+    source.provision()
+    target.adopt(theirs, mover=True, agents=False)
+    source.adopt(ours, mover=False, agents=True)
+    if not move.stamps.exists():
+        _clear(target)
+    keeps = target.keeps_ids()
+    return [
+        services.Check("Two places", True, "a word written to the target is not seen at the source"),
+        services.Check("Guard", True, "closing triggers stand on both sides"),
+        services.Check(
+            "Ids",
+            keeps,
+            "the target keeps the ids it is given"
+            if keeps
+            else f"{move.target_store} assigns its own session ids; links to sessions would break.",
+        ),
+    ]
+
+
+def _may_take(move: TenantMigration, guard: Guard | None, store: str) -> None:
+    """Raise GuardTaken unless the row is free, ours, or of an ended move of this tenant."""
+    if guard is None or guard.move == move.pk:
+        return
+    if not move.tenant.moves.filter(pk=guard.move, phase__in=ENDED).exists():
+        raise GuardTaken(
+            f"{store} is guarded by mv-{guard.move}, which is not an ended move of {move.tenant}"
+            " here. If another control plane moved it, end that move there first."
+        )
+
+
+def _same_place(source: SessionStore, target: SessionStore) -> bool:
+    """Write a random word at the target and look for it through the source."""
+    nonce = secrets.token_hex(16)
+    target.write_nonce(nonce)
+    try:
+        return source.has_nonce(nonce)
+    finally:
+        target.clear_nonce(nonce)
+
+
+def _clear(target: SessionStore) -> None:
+    """Remove what an ended move of this tenant left behind its closed guard row."""
+    while page := target.page(START, copying.CHUNK_MOST):
+        target.delete([key for key, _ in page])
+    while shared := target.shared_page(None, copying.CHUNK_MOST):
+        target.delete_shared([row.user_id for row in shared])
+
+
+def backfill(move: TenantMigration, clock: Clock) -> Outcome:
+    """Copy while the tenant is live, pass after pass, until the fence may close."""
+    if move.stage == "ready":
+        return _ready(move, clock)
+    if move.stage == "":
+        return _begin_pass(move, clock)
+    meter, timer = Meter(), Timer()
+    with copying.both(move) as (source, target):
+        target.take(mover=True, agents=False)
+        copying.repair(move, source, target, meter=meter, clock=clock)
+        if move.stage == "copy":
+            outcome = _copy_sweep(
+                move, source, target, meter, timer, clock, then="gone", compare=True
+            )
+        elif move.stage == "gone":
+            swept = copying.remove_gone(move, source, target, meter=meter, timer=timer)
+            outcome = _swept(move, meter, swept, then="shared")
+        else:
+            swept = copying.settle_shared(
+                move, source, target, meter=meter, timer=timer, write=True, clock=clock
+            )
+            outcome = _swept(move, meter, swept, then="ready")
+            if swept.finished:
+                begun = time.perf_counter()
+                source.mark()
+                outcome = _end_pass(move, outcome, time.perf_counter() - begun, clock)
+    copying.sample(move, outcome.changes, clock)
+    return outcome
+
+
+def _begin_pass(move: TenantMigration, clock: Clock) -> Wait:
+    with copying.opened(move, move.source_store) as source:
+        counts = source.counts()
+    return Wait(
+        note=f"Pass {move.passes + 1} begins: {counts.sessions:,} sessions" if not move.passes else "",
+        changes={
+            "passes": move.passes + 1,
+            "pass_started_at": clock(),
+            "sessions": counts.sessions,
+            "users": counts.users,
+            "done": 0,
+            "todo": counts.sessions,
+            "changed": 0,
+            **_stage("copy"),
+        },
+    )
+
+
+def _end_pass(move: TenantMigration, outcome: Wait, mark_seconds: float, clock: Clock) -> Wait:
+    changed = outcome.changes["changed"]
+    first = move.passes == 1
+    note = f"Pass {move.passes} ends: {changed:,} sessions copied" if first or changed else ""
+    return Wait(
+        note=note,
+        changes={
+            **outcome.changes,
+            "changed_last": changed,
+            "mark_seconds": mark_seconds,
+            "pass_ended_at": clock(),
+        },
+    )
+
+
+def _copy_sweep(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    meter: Meter,
+    timer: Timer,
+    clock: Clock,
+    *,
+    then: str,
+    compare: bool,
+) -> Wait:
+    """Copy what differs from its recorded stamp, one chunk after another."""
+    paced = compare and move.pace_per_second is not None
+    chunk = copying.chunk_size(move)
+    if paced and move.pace_per_second:
+        # One second's worth at a time keeps the store's load even.
+        chunk = max(1, min(chunk, int(move.pace_per_second)))
+    began = time.monotonic()
+
+    def work(keys: Sequence[Key]) -> None:
+        meter.changed += len(keys)
+        copying.copy(move, source, target, keys, meter=meter, clock=clock, compare=compare)
+        if paced:
+            timer.until = time.monotonic()
+
+    swept = copying.sweep(
+        move,
+        source,
+        meter=meter,
+        timer=timer,
+        chunk=chunk,
+        needs=lambda page: copying.changed_keys(move, page),
+        work=work,
+    )
+    outcome = _swept(move, meter, swept, then=then)
+    if paced and meter.changed and move.pace_per_second:
+        rest = meter.changed / move.pace_per_second - (time.monotonic() - began)
+        return Wait(max(rest, 0.0), outcome.note, outcome.changes)
+    return outcome
+
+
+def _swept(move: TenantMigration, meter: Meter, swept: copying.Swept, *, then: str) -> Wait:
+    """Settle how far a sweep came; on its end the next stage begins."""
+    changes = meter.changes(move)
+    changes["done"] = move.done + swept.passed
+    if swept.finished:
+        return Wait(changes=changes | _stage(then))
+    return Wait(changes=changes | _stage(move.stage, swept.cursor))
+
+
+def _stage(stage: str, at: Key = START) -> dict[str, Any]:
+    return {"stage": stage, "cursor_user": at.user_id, "cursor_session": at.session_id}
+
+
+def _ready(move: TenantMigration, clock: Clock) -> Outcome:
+    """Between passes: close the fence if it may, else wait, and keep the copy fresh."""
+    now = clock()
+    if move.mismatches.filter(resolved_at=None, repair_requested_at__isnull=False).exists():
+        return _repair_now(move, clock)
+    quote = queries.fence_quote(move, now=now)
+    assert move.pass_ended_at is not None and move.pass_started_at is not None
+    age = (now - move.pass_ended_at).total_seconds()
+    took = (move.pass_ended_at - move.pass_started_at).total_seconds()
+    blocked = _not_yet(move, now)
+    if blocked:
+        if age >= max(IDLE_SECONDS, 10 * took):
+            return Wait(changes=_stage(""))
+        return _waiting(move, blocked)
+    with holding(move):
+        # Named instances must be at the fast cadence before the fence may close.
+        tenants.hurry([move.source_cell, move.target_cell], until=now + HURRY)
+    if age >= FRESH_SECONDS + took:
+        return Wait(changes=_stage(""))
+    if quote.worst > move.budget_seconds:
+        worst = f"a shorter fence: up to {quote.worst:.0f} s, budget {move.budget_seconds:.0f} s"
+        return _waiting(move, worst) if age < 1 else Wait(changes=_stage(""))
+    with copying.opened(move, move.source_store) as source:
+        older = source.still_writing(move.older_writers)
+    if older:
+        return _waiting(move, f"transactions older than the guard: {', '.join(older)}")
+    slow = tenants_queries.fence_waits_for(move.source_cell, now=now)
+    if slow:
+        names = ", ".join(word.name for word in slow)
+        return _waiting(move, f"instances to poll at the fast cadence: {names}", seconds=0.2)
+    return Go(
+        Phase.DRAIN,
+        f"Fence closes: expected {quote.expected:.1f} s, at most {quote.worst:.0f} s",
+        {"waiting_for": "", "quote": quote.as_json(), "older_writers": [], **_stage("")},
+    )
+
+
+def _not_yet(move: TenantMigration, now: Any) -> str:
+    """Return what a person has to do, or which time has to come, before the fence may close."""
+    if count := queries.open_mismatches(move):
+        return f"{count:,} mismatches to be repaired"
+    if move.fence_not_before is not None and now < move.fence_not_before:
+        return f"its time, {move.fence_not_before:%d %b %H:%M} UTC"
+    if not move.automatic and move.drain_requested_at is None:
+        return "somebody to start the drain"
+    return ""
+
+
+def _waiting(move: TenantMigration, what: str, *, seconds: float = 1.0) -> Wait:
+    return Wait(seconds, changes={} if what == move.waiting_for else {"waiting_for": what})
+
+
+def _repair_now(move: TenantMigration, clock: Clock) -> Wait:
+    meter = Meter()
+    with copying.both(move) as (source, target):
+        target.take(mover=True, agents=False)
+        done = copying.repair(move, source, target, meter=meter, clock=clock)
+    return Wait(note=f"{done} repaired or looked at again", changes=meter.changes(move))
+
+
+def drain(move: TenantMigration, clock: Clock) -> Outcome:
+    """Refuse new turns, wait for the proof that none runs, close the store, take the mark."""
+    if move.fence_version is None:
+        return _close_fence(move, clock)
+    if late := _past(move, clock):
+        return late
+    if move.drained_at is None:
+        return _await_proof(move, clock)
+    with copying.opened(move, move.source_store) as source:
+        try:
+            source.take(mover=False, agents=False)
+        except StoreBusy as busy:
+            return Wait(busy.retry_after_seconds or 0.2)
+        closed_at = clock()
+        mark = source.mark()
+    return Go(
+        Phase.DELTA,
+        "Drained, the source's store is closed",
+        {"store_closed_at": closed_at, "mark": mark, "changed": 0, **_stage("")},
+    )
+
+
+def _close_fence(move: TenantMigration, clock: Clock) -> Outcome:
+    now = clock()
+    with holding(move) as row:
+        # A repeated step finds the fence closed by its first run, and keeps that time.
+        if row.fence_version is None:
+            tenants.hurry([move.source_cell, move.target_cell], until=now + HURRY)
+            row.fence_version = tenants.publish(move.tenant, move.source_cell, accepts="none")
+            row.fence_closed_at = now
+            row.deadline_at = now + timedelta(seconds=move.budget_seconds)
+            row.changed_at_drain = queries.changed_since_pass(move)
+            row.save(
+                update_fields=[
+                    "fence_version",
+                    "fence_closed_at",
+                    "deadline_at",
+                    "changed_at_drain",
+                ]
+            )
+    return Wait(note=f"Fence closed at policy version {row.fence_version}")
+
+
+def _await_proof(move: TenantMigration, clock: Clock) -> Outcome:
+    assert move.fence_version is not None and move.fence_closed_at is not None
+    until = time.monotonic() + POLL_FOR_SECONDS
+    while True:
+        now = clock()
+        proof = tenants_queries.fence_proof(
+            move.source_cell, move.tenant, move.fence_version, now=now
+        )
+        if proof.drained and _accept(move, proof.lapsed, now):
+            return Wait(note="Every instance acknowledged, nothing in flight")
+        waited = (now - move.fence_closed_at).total_seconds()
+        if waited > move.drain_bound_seconds:
+            missing = [w.name for w in proof.instances if w.state in ("missing", "draining")]
+            return Go(
+                Phase.REOPEN,
+                f"Not drained after {move.drain_bound_seconds:.0f} s: {proof.in_flight} turns in"
+                f" flight, waiting for {', '.join(missing) or 'nobody'}",
+            )
+        if time.monotonic() >= until:
+            missing = [w.name for w in proof.instances if w.state in ("missing", "draining")]
+            return _waiting(move, f"{', '.join(missing)} to drain", seconds=0.0)
+        time.sleep(POLL_SECONDS)
+
+
+def _accept(move: TenantMigration, lapsed: Sequence[int], now: Any) -> bool:
+    """Settle the proof: exactly the instances that it counted as lapsed are gone from now on."""
+    with holding(move) as row:
+        if not tenants.mark_lapsed(lapsed, now=now):
+            # One of them spoke again after the proof was read: look anew.
+            return False
+        row.drained_at = now
+        row.waiting_for = ""
+        row.save(update_fields=["drained_at", "waiting_for"])
+    return True
+
+
+def _past(move: TenantMigration, clock: Clock) -> Go | None:
+    """Return the way out if the fence's deadline is over."""
+    if move.deadline_at is None or clock() < move.deadline_at:
+        return None
+    return Go(
+        WAY_OUT[Mode(move.mode)][Phase(move.phase)],
+        f"The fence's budget is over in {move.phase.upper()}: reopening on the source",
+    )
+
+
+def delta(move: TenantMigration, clock: Clock) -> Outcome:
+    """Copy what changed, remove what was deleted, settle shared state. Nobody writes meanwhile."""
+    if late := _past(move, clock):
+        return late
+    if move.stage == "":
+        return Wait(
+            changes={"done": 0, "todo": move.sessions, "waiting_for": "", **_stage("copy")}
+        )
+    meter, timer = Meter(), Timer()
+    with copying.both(move) as (source, target):
+        target.take(mover=True, agents=False)
+        if move.stage == "copy":
+            return _copy_sweep(
+                move, source, target, meter, timer, clock, then="gone", compare=False
+            )
+        if move.stage == "gone":
+            swept = copying.remove_gone(move, source, target, meter=meter, timer=timer)
+            return _swept(move, meter, swept, then="shared")
+        swept = copying.settle_shared(
+            move, source, target, meter=meter, timer=timer, write=True, clock=clock
+        )
+    settled = _swept(move, meter, swept, then="")
+    if not swept.finished:
+        return settled
+    return Go(Phase.VERIFY, f"{move.changed:,} sessions copied again", settled.changes)
+
+
+def verify(move: TenantMigration, clock: Clock) -> Outcome:
+    """Every session must be equal, then the counts, then the source's mark."""
+    if late := _past(move, clock):
+        return late
+    if move.stage == "":
+        return Wait(changes={"done": 0, "todo": move.sessions, **_stage("sessions")})
+    if move.stage == "end":
+        return _verdict(move, clock)
+    meter, timer = Meter(), Timer()
+    with copying.both(move) as (source, target):
+        target.take(mover=True, agents=False)
+        if move.stage == "sessions":
+            swept = copying.sweep(
+                move,
+                source,
+                meter=meter,
+                timer=timer,
+                chunk=copying.CHUNK_MOST,
+                needs=lambda page: copying.unproven_keys(move, target, page),
+                work=lambda keys: copying.compare(
+                    move, source, target, keys, meter=meter, clock=clock
+                ),
+            )
+            return _swept(move, meter, swept, then="shared")
+        swept = copying.settle_shared(
+            move, source, target, meter=meter, timer=timer, write=False, clock=clock
+        )
+        return _swept(move, meter, swept, then="end")
+
+
+def _verdict(move: TenantMigration, clock: Clock) -> Outcome:
+    """Everything was compared: repair what is asked for, count, and look at the mark last."""
+    with copying.both(move) as (source, target):
+        meter = Meter()
+        target.take(mover=True, agents=False)
+        if copying.repair(move, source, target, meter=meter, clock=clock):
+            return Wait(note="Repaired what was asked for", changes=meter.changes(move))
+        if count := queries.open_mismatches(move):
+            return _waiting(move, f"{count:,} mismatches to be repaired", seconds=0.5)
+        ours, theirs = source.counts(), target.counts()
+        if ours != theirs:
+            _report_extra(move, source, target, clock)
+            if not queries.open_mismatches(move):
+                raise CountsDiffer(
+                    f"{move.source_store} counts {ours.sessions:,} sessions,"
+                    f" {ours.events:,} events; {move.target_store} {theirs.sessions:,},"
+                    f" {theirs.events:,}, although every session is equal."
+                )
+            return Wait(note="The target holds sessions that the source does not")
+        # Last: a writer that got past everything else shows here.
+        if source.mark() != move.mark:
+            return Go(
+                Phase.REOPEN,
+                "The source changed after it was closed (a fence leak): nothing was cut over",
+            )
+    return Go(
+        Phase.TARGET,
+        f"{ours.sessions:,} sessions, {ours.events:,} events equal on both sides",
+        {"waiting_for": "", **_stage("")},
+    )
+
+
+class CountsDiffer(Refused):
+    """Counts of the two sides differ although no session does."""
+
+
+def _report_extra(
+    move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
+) -> None:
+    """Name sessions that only the target has."""
+    after = START
+    while page := target.page(after, copying.PAGE):
+        keys = [key for key, _ in page]
+        here = source.stamps(keys)
+        if extra := [key for key in keys if key not in here]:
+            copying.compare(move, source, target, extra, meter=Meter(), clock=clock)
+        after = keys[-1]
+
+
+def target(move: TenantMigration, clock: Clock) -> Outcome:
+    """Open the target's store, then flip the placement: from here on it is the tenant's home."""
+    now = clock()
+    with copying.opened(move, move.target_store) as store:
+        store.take(mover=False, agents=True)
+    with holding(move) as row:
+        if row.placement_version is None:
+            row.placement_version = tenants.place(
+                move.tenant,
+                cell=move.target_cell,
+                store=move.target_store,
+                by=move.started_by,
+                reason=f"{move}: {move.reason}",
+                now=now,
+            )
+            row.fence_opened_at = now
+            row.soak_until = now + timedelta(seconds=move.soak_seconds)
+            row.save(update_fields=["placement_version", "fence_opened_at", "soak_until"])
+    closed = row.fence_opened_at - row.fence_closed_at
+    return Go(
+        Phase.SOAK,
+        f"Placement version {row.placement_version}: {move.tenant} lives on {move.target_store}."
+        f" The fence was closed for {closed.total_seconds():.1f} s",
+    )
+
+
+def soak(move: TenantMigration, clock: Clock) -> Outcome:
+    """Keep the source closed and whole for a fixed time, then wait to be allowed to delete it."""
+    assert move.soak_until is not None
+    left = (move.soak_until - clock()).total_seconds()
+    if left > 0:
+        return Wait(min(left, LOOK_AGAIN_SECONDS))
+    if move.offboard_automatically or move.offboard_confirmed_at:
+        return Go(
+            Phase.OFFBOARD,
+            "The soak is over",
+            {"waiting_for": "", "done": 0, "todo": move.sessions, "deleted": 0, **_stage("")},
+        )
+    return _waiting(move, "the typed confirmation to delete the source's copy", seconds=2.0)
+
+
+def offboard(move: TenantMigration, clock: Clock) -> Outcome:
+    """Delete the source's copy, session by session only where it is still what was recorded."""
+    meter, timer = Meter(), Timer()
+    with copying.opened(move, move.source_store) as source:
+        source.take(mover=True, agents=False)
+        swept = copying.offboard(move, source, meter=meter, timer=timer)
+        if not swept.finished:
+            return _swept(move, meter, swept, then="")
+        left = move.stamps.count()
+        if not left:
+            while shared := source.shared_page(None, copying.CHUNK_MOST):
+                source.delete_shared([row.user_id for row in shared])
+        source.take(mover=False, agents=False)
+    changes = meter.changes(move)
+    return Go(
+        Phase.DONE,
+        f"{changes['deleted']:,} sessions deleted at {move.source_store}"
+        + (f", {left:,} left because they changed" if left else ""),
+        {**changes, "left_behind": left, "ended_at": clock(), "waiting_for": ""},
+    )
+
+
+def reopen(move: TenantMigration, clock: Clock) -> Outcome:
+    """Open the store, then the policy, then remove from the target only what this move wrote."""
+    if move.stage != "clean":
+        # First the store: a runtime that is told to accept must find it open.
+        with copying.opened(move, move.source_store) as source:
+            if (guard := source.guard()) is not None and guard.move == move.pk:
+                source.take(mover=False, agents=True)
+        now = clock()
+        with holding(move) as row:
+            if row.fence_version is not None and row.fence_opened_at is None:
+                tenants.publish(move.tenant, move.source_cell, accepts="all")
+                row.fence_opened_at = now
+                row.save(update_fields=["fence_opened_at"])
+        note = f"{move.tenant} is open on {move.source_store}"
+        return Wait(note=note, changes={**_stage("clean"), "waiting_for": ""})
+    if move.leave_requested_at is not None:
+        return Go(
+            Phase.ABORTED,
+            f"Ended with leftovers on {move.target_store}, by {move.leave_requested_by}",
+            {"ended_at": clock()},
+        )
+    with copying.opened(move, move.target_store) as store:
+        guard = store.guard()
+        if guard is not None and guard.move == move.pk:
+            store.take(mover=True, agents=False)
+            if not copying.delete_copied(move, store, timer=Timer()):
+                return Wait(changes={"done": move.done})
+            store.take(mover=False, agents=False)
+    return Go(Phase.ABORTED, f"Nothing is left on {move.target_store}", {"ended_at": clock()})
+
+
+def _while_paused(move: TenantMigration, clock: Clock) -> Outcome:
+    """A pause stops the work, not the clock: a closed fence still has its deadline."""
+    if move.phase in FENCED and (late := _past(move, clock)):
+        return late
+    return Wait(1.0)
+
+
+STEPS: dict[Phase, Callable[[TenantMigration, Clock], Outcome]] = {
+    Phase.PREPARE: prepare,
+    Phase.BACKFILL: backfill,
+    Phase.DRAIN: drain,
+    Phase.DELTA: delta,
+    Phase.VERIFY: verify,
+    Phase.TARGET: target,
+    Phase.SOAK: soak,
+    Phase.OFFBOARD: offboard,
+    Phase.REOPEN: reopen,
+}
+
+
+def machine(enqueue: Callable[[int, Any, float], None]) -> Machine:
+    """Return the machine of moves; `enqueue` hands (id, phase, seconds) to a worker."""
+    return Machine(
+        model=TenantMigration,
+        table=TABLE,
+        steps=STEPS,
+        way_out=lambda move: WAY_OUT[Mode(move.mode)].get(Phase(move.phase)),
+        no_return=NO_RETURN,
+        unpausable=UNPAUSABLE,
+        urgent=PROMPT,
+        enqueue=enqueue,
+        while_paused=_while_paused,
+    )

@@ -1,0 +1,74 @@
+"""Celery's view of moves: ids in, one call. Names say what runs."""
+
+from __future__ import annotations
+
+import time
+
+from celery import shared_task
+
+from durable import driver
+from durable.clock import database_now
+from migrations_app.domain.phases import PROMPT, Phase
+from migrations_app.steps import machine
+
+# One message walks a row this long before it asks for another, so that the steps of a
+# fence follow each other without a trip through the broker. Well below the hard limit.
+WALK_SECONDS = 4.0
+# A shorter wait is slept through by a walk on `prompt`: a fence never waits for a message.
+NAP_SECONDS = 0.25
+
+
+def queue(phase: str) -> str:
+    """Return which queue's worker takes a step of this phase."""
+    return "prompt" if phase in PROMPT else "bulk"
+
+
+def enqueue(pk: int, phase: str, seconds: float = 0.0) -> None:
+    """Hand a move to a worker of its phase's queue. A hint: the row says what is due."""
+    task = {Phase.BACKFILL: copy, Phase.OFFBOARD: copy, Phase.VERIFY: verify}.get(
+        Phase(phase), step
+    )
+    # A hint that is late is worth nothing: the sweep has asked again by then.
+    task.apply_async((pk,), queue=queue(phase), countdown=seconds or None, expires=seconds + 60)
+
+
+def _walk(pk: int, own: str) -> None:
+    """Advance a move while it has something to do at once and its phase is this queue's."""
+    hints: list[tuple[str, float]] = []
+    walking = machine(lambda _, phase, seconds: hints.append((phase, seconds)))
+    until = time.monotonic() + WALK_SECONDS
+    while driver.advance(walking, pk, clock=database_now):
+        if not hints:
+            return
+        phase, seconds = hints.pop()
+        nap = seconds <= (NAP_SECONDS if own == "prompt" else 0.0)
+        if queue(phase) != own or not nap or time.monotonic() >= until:
+            enqueue(pk, phase, seconds)
+            return
+        time.sleep(seconds)
+
+
+@shared_task(name="migrations_app.copy")
+def copy(pk: int) -> None:
+    """Copy, or delete after the soak."""
+    _walk(pk, "bulk")
+
+
+@shared_task(name="migrations_app.verify")
+def verify(pk: int) -> None:
+    """Compare inside the fence."""
+    _walk(pk, "prompt")
+
+
+@shared_task(name="migrations_app.step")
+def step(pk: int) -> None:
+    """Every other phase."""
+    move_queue = "prompt"
+    _walk(pk, move_queue)
+
+
+@shared_task(name="migrations_app.due")
+def due() -> None:
+    """Ask for every move that is due: the safety net under lost messages."""
+    for pk, phase in driver.due(machine(enqueue), now=database_now()):
+        enqueue(pk, phase)
