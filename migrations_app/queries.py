@@ -1,0 +1,48 @@
+"""What the engine asks about moves. What pages show of them is in `panels.py`."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from migrations_app.domain.quote import Quote, quote
+from migrations_app.models import TenantMigration
+from tenants import queries as tenants_queries
+from tenants.models import DirtyLine
+
+
+def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
+    """Work out how long the fence of `move` would stay closed if it closed at `now`."""
+    changed = changed_since_pass(move)
+    return quote(
+        changed=changed,
+        # Without proof by stamp every session is compared inside the fence.
+        compare=changed if move.stamps_prove else move.sessions,
+        users=move.users,
+        running_seconds=tenants_queries.time_left_seconds(move.source_cell, move.tenant, now=now),
+        drain_bound_seconds=move.drain_bound_seconds,
+        copy_rate=move.copy_rate,
+        verify_rate=move.verify_rate,
+        shared_rate=move.shared_rate,
+        # DELTA reads the source's stamps and looks for deleted sessions, VERIFY reads both
+        # sides' stamps; the mark is taken at closing and again at the end.
+        scan_seconds=3 * (move.scan_seconds or 0)
+        + (move.gone_seconds or 0)
+        + 2 * (move.mark_seconds or 0),
+    )
+
+
+def changed_since_pass(move: TenantMigration) -> int:
+    """Return how many sessions the fence would have to copy again, as a forecast.
+
+    What runtimes reported as served since the last pass began; before the first pass
+    has ended, all that is not copied yet. The stores' own stamps decide, not this.
+    """
+    if move.pass_ended_at is None:
+        return max(move.sessions - move.done, 0)
+    lines = DirtyLine.objects.filter(tenant=move.tenant, at__gte=move.pass_started_at)
+    return lines.values("user_id", "session_id").distinct().count()
+
+
+def open_mismatches(move: TenantMigration) -> int:
+    """Return how many mismatches still block TARGET."""
+    return move.mismatches.filter(resolved_at=None).count()
