@@ -6,6 +6,8 @@ from django.conf import settings
 from django.db import models
 from django.db.models import Q
 
+from tenants.domain.fence import SLOW_MS, Accepts, GoneWhy
+from tenants.domain.names import StoreKind, Tier
 from tenants.domain.roles import TokenRole
 
 
@@ -47,8 +49,8 @@ class Store(models.Model):
 
     key = models.SlugField(max_length=60, unique=True)
     region = models.ForeignKey(Region, models.PROTECT, related_name="stores")
-    # The port that opens it, such as "adk-sql".
-    kind = models.CharField(max_length=40)
+    # The port that opens it.
+    kind = models.CharField(max_length=40, choices=[(k.value, k.value) for k in StoreKind])
     # Where its address comes from: "env:ACME_STORE_URL" or "file:/run/secrets/acme".
     # The address itself, which holds a password, is never in our database, logs or pages.
     address_from = models.CharField(max_length=200)
@@ -63,7 +65,8 @@ class Store(models.Model):
 class Agent(models.Model):
     """The part of an app name before the first dot; a shift is per agent."""
 
-    slug = models.SlugField(max_length=60, unique=True)
+    # As long as an app name may be: one without a dot is all agent.
+    slug = models.CharField(max_length=128, unique=True)
 
     def __str__(self) -> str:
         return self.slug
@@ -79,15 +82,16 @@ class Tenant(models.Model):
     time_zone = models.CharField(max_length=60, default="UTC")
     # Share of spare quota in max-min fairness; by plan.
     weight = models.FloatField(default=1.0)
-    # pooled, bridge or silo: how much of the stack it has for itself.
-    tier = models.CharField(max_length=10, default="pooled")
+    tier = models.CharField(
+        max_length=10, default=Tier.POOLED, choices=[(t.value, t.value) for t in Tier]
+    )
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:
         constraints = [
             models.CheckConstraint(condition=Q(weight__gte=0), name="tenant_weight_not_negative"),
             models.CheckConstraint(
-                condition=Q(tier__in=["pooled", "bridge", "silo"]), name="tenant_known_tier"
+                condition=Q(tier__in=[t.value for t in Tier]), name="tenant_known_tier"
             ),
         ]
 
@@ -111,6 +115,9 @@ class Counter(models.Model):
 
     class Meta:
         constraints = [models.CheckConstraint(condition=Q(id=1), name="one_counter_row")]
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.placement_version}"
 
 
 class Placement(models.Model):
@@ -146,6 +153,9 @@ class PlacementChange(models.Model):
     class Meta:
         ordering = ["-placement_version", "-id"]
 
+    def __str__(self) -> str:
+        return f"{self.tenant} on {self.cell} by {self.placement_version}"
+
 
 class Scope(models.Model):
     """A version of one tenant's limits; the newest holds. Append-only."""
@@ -169,6 +179,9 @@ class Scope(models.Model):
             models.UniqueConstraint(fields=["tenant", "version"], name="scope_version_once")
         ]
 
+    def __str__(self) -> str:
+        return f"{self.tenant} scope {self.version}"
+
 
 class PolicyEntry(models.Model):
     """What was last published for one tenant in one cell. Tombstones are never purged."""
@@ -177,16 +190,15 @@ class PolicyEntry(models.Model):
     tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="entries")
     # The cell's policy_version that stamped it.
     version = models.PositiveBigIntegerField()
-    # all, none, existing, new, or moved (a tombstone naming `moved_to`).
-    accepts = models.CharField(max_length=10)
-    moved_to = models.ForeignKey(
-        Cell, models.PROTECT, null=True, blank=True, related_name="+"
-    )  # NULL: not a tombstone.
+    accepts = models.CharField(max_length=10, choices=[(a.value, a.value) for a in Accepts])
+    # NULL: not a tombstone.
+    moved_to = models.ForeignKey(Cell, models.PROTECT, null=True, blank=True, related_name="+")
+    # The Counter.placement_version of the placement that this entry repeats.
     placement_version = models.PositiveBigIntegerField()
     store = models.ForeignKey(Store, models.PROTECT, related_name="+")
     # Raised when a secret rotates; runners are kept by (tenant, store key, generation).
     runner_generation = models.PositiveIntegerField(default=1)
-    # The scope and identity as sent, so that serving a policy needs no join.
+    # Identity, store, scope and the tombstone's cell as sent, so that serving needs no join.
     document = models.JSONField(default=dict)
 
     class Meta:
@@ -194,14 +206,26 @@ class PolicyEntry(models.Model):
             models.UniqueConstraint(
                 fields=["cell", "tenant"], name="one_entry_per_cell_and_tenant"
             ),
+            # Whatever a caller does wrong, two cells never own one tenant.
+            models.UniqueConstraint(
+                fields=["tenant"],
+                condition=Q(accepts__in=[Accepts.ALL.value, Accepts.NONE.value]),
+                name="one_cell_owns_a_tenant",
+            ),
             models.CheckConstraint(
-                condition=Q(accepts="moved", moved_to__isnull=False)
-                | (~Q(accepts="moved") & Q(moved_to__isnull=True)),
+                condition=Q(accepts=Accepts.MOVED.value, moved_to__isnull=False)
+                | (~Q(accepts=Accepts.MOVED.value) & Q(moved_to__isnull=True)),
                 name="a_tombstone_names_a_cell",
+            ),
+            models.CheckConstraint(
+                condition=Q(accepts__in=[a.value for a in Accepts]), name="entry_known_accepts"
             ),
         ]
         # The policy's delta: entries of a cell changed since a version.
         indexes = [models.Index(fields=["cell", "version"], name="policy_delta")]
+
+    def __str__(self) -> str:
+        return f"{self.tenant} in {self.cell}: {self.accepts}"
 
 
 class RuntimeInstance(models.Model):
@@ -223,10 +247,16 @@ class RuntimeInstance(models.Model):
     # A lease bounds when a turn may start; judged on the database's clock plus 5 s.
     lease_until = models.DateTimeField()
     # NULL: it has never asked for a policy, so it serves nothing and proves nothing.
+    # Written at every poll at the fast cadence, and now and then at the slow one, where
+    # nobody measures silence: no fence begins before every instance polls fast.
     polled_at = models.DateTimeField(null=True, blank=True)
+    # NULL: no report yet.
     reported_at = models.DateTimeField(null=True, blank=True)
     # The cadence it was last told, so that silence is measured in its own polls.
-    poll_after_ms = models.PositiveIntegerField(default=5000)
+    poll_after_ms = models.PositiveIntegerField(default=SLOW_MS)
+    # When it was first told the fast cadence that still holds; a later poll shows that it
+    # listens. NULL: it was told the slow one last.
+    hurried_at = models.DateTimeField(null=True, blank=True)
     # Last accepted report; the next is exactly one more.
     seq = models.PositiveBigIntegerField(default=0)
     applied_epoch = models.CharField(max_length=16, blank=True, default="")
@@ -236,8 +266,16 @@ class RuntimeInstance(models.Model):
     in_flight_older = models.JSONField(default=dict)
     # NULL: alive as far as we know. A gone instance is answered 410 and renews nothing.
     gone_at = models.DateTimeField(null=True, blank=True, db_index=True)
-    # left, lapsed, replaced or dead (declared by a person).
-    gone_why = models.CharField(max_length=20, blank=True, default="")
+    # Empty while it is alive.
+    gone_why = models.CharField(
+        max_length=20, blank=True, default="", choices=[(w.value, w.value) for w in GoneWhy]
+    )
+
+    class Meta:
+        # The fence, the pages and the sweep: a cell's instances that are not gone.
+        indexes = [
+            models.Index(fields=["cell"], condition=Q(gone_at__isnull=True), name="alive_in_cell")
+        ]
 
     def __str__(self) -> str:
         return self.name
@@ -263,6 +301,11 @@ class UsageLine(models.Model):
                 fields=["instance", "seq", "tenant", "minute"], name="usage_line_once"
             )
         ]
+        # A tenant's page: its usage of the last hours.
+        indexes = [models.Index(fields=["tenant", "minute"], name="usage_of_a_tenant")]
+
+    def __str__(self) -> str:
+        return f"{self.tenant} {self.minute:%H:%M}"
 
 
 class DirtyLine(models.Model):
@@ -277,12 +320,15 @@ class DirtyLine(models.Model):
         # The forecast: sessions of one tenant since a time.
         indexes = [models.Index(fields=["tenant", "at"], name="dirty_since")]
 
+    def __str__(self) -> str:
+        return f"{self.tenant} {self.session_id}"
+
 
 class Token(models.Model):
     """A bearer secret of 256 random bits: shown once, kept as its SHA-256."""
 
     name = models.CharField(max_length=100)
-    # The first characters of the secret, to tell tokens apart on a page.
+    # How the secret begins, to tell tokens apart on a page; no part of the 256 random bits.
     prefix = models.CharField(max_length=12)
     digest = models.CharField(max_length=64, unique=True)
     role = models.CharField(max_length=10, choices=[(r.value, r.value) for r in TokenRole])
@@ -297,7 +343,7 @@ class Token(models.Model):
     created_at = models.DateTimeField()
     created_by = models.CharField(max_length=150)
     expires_at = models.DateTimeField()
-    # Written at most once a minute.
+    # Written at most once a minute. NULL: never used.
     last_used_at = models.DateTimeField(null=True, blank=True)
     # NULL: in force.
     revoked_at = models.DateTimeField(null=True, blank=True)
@@ -307,19 +353,29 @@ class Token(models.Model):
 
 
 class AuditEntry(models.Model):
-    """One write by a person or a token: who, when, what, why. Append-only."""
+    """One write by a person or a token: who, when, what, why.
+
+    Append-only: a trigger refuses UPDATE and DELETE (migration 0003).
+    """
 
     at = models.DateTimeField(db_index=True)
-    # A user name, "token NAME", or "command" for manage.py.
+    # A user name, "NAME (token TOKEN)" for a token that acts for a user, or "command" for
+    # manage.py.
     who = models.CharField(max_length=150)
     # Such as "move.abort".
     verb = models.CharField(max_length=60)
     # Such as "mv-147" or "tenant acme".
     subject = models.CharField(max_length=150, db_index=True)
     reason = models.TextField(blank=True, default="")
+    # What the write changed, as it was. NULL: there was nothing before.
     before = models.JSONField(null=True, blank=True)
+    # NULL: there is nothing afterwards, or nothing changed but the fact itself.
     after = models.JSONField(null=True, blank=True)
+    # Of the HTTP request that asked for it; empty for a command or a machine.
     request_id = models.CharField(max_length=64, blank=True, default="")
 
     class Meta:
         ordering = ["-id"]
+
+    def __str__(self) -> str:
+        return f"{self.who} {self.verb} {self.subject}"

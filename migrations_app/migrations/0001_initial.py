@@ -10,7 +10,7 @@ class Migration(migrations.Migration):
     initial = True
 
     dependencies = [
-        ('tenants', '0002_runtimeinstance_hurried_at_alter_agent_slug_and_more'),
+        ('tenants', '0001_initial'),
     ]
 
     operations = [
