@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
+from migrations_app.models import TenantMigration
 from tenants import services
 from tenants.models import Cell, Region, Store, Tenant
 
@@ -106,3 +108,20 @@ def tenant(
 def unique(stem: str) -> str:
     """Return a name that no other test uses."""
     return f"{stem}-{secrets.token_hex(4)}"
+
+
+def move(tenant: Tenant, *, cast: Cast, now: datetime, **columns: Any) -> TenantMigration:
+    """Make the row of a move to the cast's other cell and store; its stores are not looked at."""
+    placement = tenant.placement
+    return TenantMigration.objects.create(
+        tenant=tenant,
+        source_cell=placement.cell,
+        source_store=placement.store,
+        target_cell=cast.other_cell,
+        target_store=cast.other_store,
+        started_at=now,
+        started_by=BY,
+        phase_since=now,
+        due_at=now,
+        **columns,
+    )
