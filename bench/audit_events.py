@@ -1,0 +1,191 @@
+"""Counts: is every event that a client was told of in its tenant's store, once?
+
+Journals say what was acknowledged, the stores where the tenants now live what there is. The
+stores are read by SQL, not through anything that moved them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sqlite3
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import psycopg
+
+from bench import journal
+
+# How many examples of each fault are kept for the report.
+EXAMPLES = 5
+
+
+class Stored(NamedTuple):
+    """One event as its store holds it."""
+
+    user: str
+    session: str
+    id: str
+    invocation: str
+    author: str
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a tenant lives now."""
+
+    app_name: str
+    # The store's URL, as agents have it.
+    url: str
+
+
+@dataclass
+class Verdict:
+    """What came out. `clean` is the question."""
+
+    acknowledged: int = 0
+    found: int = 0
+    doubled: int = 0
+    # Sessions in which one store acknowledged an event after another had taken over.
+    returned: int = 0
+    turns: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    # (tenant, when) of each refusal, to be held against the times of the fence.
+    refusals: list[tuple[str, float]] = field(default_factory=list)
+    failed: int = 0
+    # A few of each fault, in words.
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def missing(self) -> int:
+        return self.acknowledged - self.found
+
+    @property
+    def clean(self) -> bool:
+        return not (self.missing or self.doubled or self.returned)
+
+    def __str__(self) -> str:
+        return f"{self.acknowledged:,} acknowledged, {self.found:,} found, {self.doubled:,} doubled"
+
+    def refused_outside(self, tenant: str, begin: float, end: float) -> int:
+        """Return how many refusals were not of `tenant` between the times `begin` and `end`."""
+        return sum(not (who == tenant and begin <= when <= end) for who, when in self.refusals)
+
+    def _note(self, text: str) -> None:
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(text)
+
+
+def audit(journals: Iterable[Path], homes: Mapping[str, Home]) -> Verdict:
+    """Compare journals with the stores. `homes` says where each tenant lives now."""
+    verdict = Verdict()
+    # (tenant, user, session) -> what was acknowledged of it, in order.
+    told: dict[tuple[str, str, str], list[journal.Line]] = defaultdict(list)
+    # (tenant, user, session, invocation) -> how many events a finished turn yielded.
+    whole: dict[tuple[str, str, str, str], int] = {}
+    for line in journal.read(journals):
+        key = (line.tenant, line.user, line.session)
+        if line.kind == "event":
+            told[key].append(line)
+        elif line.kind == "turn":
+            verdict.turns += 1
+            if line.invocation:
+                whole[*key, line.invocation] = line.count
+        elif line.kind == "refused":
+            verdict.refused[line.reason] += 1
+            verdict.refusals.append((line.tenant, line.at))
+        elif line.kind == "failed":
+            verdict.failed += 1
+            verdict._note(f"failed: {line.tenant} {line.session}: {line.reason}")
+    stored = {tenant: _by_session(home) for tenant, home in homes.items()}
+    for (tenant, user, session), lines in told.items():
+        there = stored[tenant].get((user, session), [])
+        _count(verdict, f"{tenant}/{user}/{session}", lines, there)
+        _order(verdict, f"{tenant}/{user}/{session}", lines)
+    for (tenant, user, session, invocation), count in whole.items():
+        there = stored[tenant].get((user, session), [])
+        # The user's own event is one more. Fewer would be counted as missing already.
+        extra = sum(event.invocation == invocation for event in there) - count - 1
+        if extra > 0:
+            verdict.doubled += extra
+            verdict._note(f"{tenant}/{user}/{session}: {extra} more events than were yielded")
+    return verdict
+
+
+def _count(verdict: Verdict, where: str, lines: list[journal.Line], there: list[Stored]) -> None:
+    ids = Counter(event.id for event in there)
+    users = Counter(event.invocation for event in there if event.author == "user")
+    for name, found in [
+        *((line.id, ids[line.id]) for line in lines),
+        # With the first event of an invocation the user's own is acknowledged.
+        *((word, users[word]) for word in {line.invocation for line in lines}),
+    ]:
+        verdict.acknowledged += 1
+        verdict.found += found > 0
+        verdict.doubled += max(0, found - 1)
+        if found != 1:
+            verdict._note(f"{where}: {name} is there {found} times")
+
+
+def _order(verdict: Verdict, where: str, lines: list[journal.Line]) -> None:
+    """Note a session whose store had taken over and yet was followed by an earlier one."""
+    stores = [line.store for line in lines if line.store]
+    runs = [store for n, store in enumerate(stores) if n == 0 or stores[n - 1] != store]
+    if len(runs) != len(set(runs)):
+        verdict.returned += 1
+        verdict._note(f"{where}: acknowledged by {' then '.join(runs)}")
+
+
+def _by_session(home: Home) -> dict[tuple[str, str], list[Stored]]:
+    sessions: dict[tuple[str, str], list[Stored]] = defaultdict(list)
+    for event in _read(home):
+        sessions[event.user, event.session].append(event)
+    return sessions
+
+
+def _read(home: Home) -> Iterable[Stored]:
+    scheme, _, rest = home.url.partition("://")
+    columns = "user_id, session_id, id, invocation_id"
+    if scheme.startswith("sqlite"):
+        # Three slashes, then the path: an absolute one has four.
+        path = Path("/" + rest.lstrip("/"))
+        with sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=20) as connection:
+            yield from map(
+                Stored._make,
+                connection.execute(
+                    f"SELECT {columns}, json_extract(event_data, '$.author') FROM events"
+                    " WHERE app_name = ?",
+                    (home.app_name,),
+                ),
+            )
+        connection.close()
+    else:
+        with psycopg.connect(f"postgresql://{rest}") as connection:
+            yield from map(
+                Stored._make,
+                connection.execute(
+                    f"SELECT {columns}, event_data->>'author' FROM events WHERE app_name = %s",
+                    (home.app_name,),
+                ),
+            )
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--homes", type=Path, required=True, help='{"acme": ["app", "url"]}')
+    options.add_argument("journals", type=Path, nargs="+")
+    chosen = options.parse_args()
+    homes = {t: Home(*home) for t, home in json.loads(chosen.homes.read_text()).items()}
+    verdict = audit(chosen.journals, homes)
+    for example in verdict.examples:
+        print(example, file=sys.stderr)
+    print(verdict)
+    return 0 if verdict.clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
