@@ -1,0 +1,81 @@
+"""The library inside each process that runs agents. Needs the standard library and mmh3.
+
+    client = PolicyClient("https://switchyard.example", token, cell="eu-1", name="agent-7", ...)
+    client.start()                                  # joins, polls, reports, from a thread
+    host = Host(client, stores={"pg-eu": ...}, runners=build_runner)
+    async for event in host.run("acme", "user-1", "session-1", message):
+        ...
+
+`PolicyClient` keeps the process joined to its cell, its `Fence` lets turns in and counts them,
+`Host` runs a turn inside the fence over a google-adk Runner. `agent_runtime.adk` makes session
+services; it alone imports google-adk. Everything raised on purpose is of this tree:
+
+    AgentRuntimeError
+    ├── RetryLater            may be sent again, after `retry_after_seconds`
+    │   ├── Draining          the tenant is moving: 30 s
+    │   ├── Moved             it lives in another `cell`, or the caller's placement is old
+    │   ├── Behind            the caller's placement is newer than ours: 1 s
+    │   └── NotReady          no policy, no lease, or leaving
+    │       └── ForkedChild   a forked process has to join by itself
+    ├── TurnTooLong           cut at the longest turn that this process had stated
+    ├── UnknownStore          no session service was given for the tenant's store
+    ├── WrongRunner           the factory built a Runner of another app or another store
+    └── ControlPlaneError     a call failed; the client backs off and goes on
+        ├── Unreachable       no answer, or one that says "later"
+        └── BadAnswer         an answer that breaks the contract; nothing was applied
+"""
+
+from agent_runtime.buckets import bucket
+from agent_runtime.client import PolicyClient
+from agent_runtime.clock import Clock, SystemClock
+from agent_runtime.errors import (
+    AgentRuntimeError,
+    BadAnswer,
+    Behind,
+    ControlPlaneError,
+    Draining,
+    ForkedChild,
+    Moved,
+    NotReady,
+    RetryLater,
+    TurnTooLong,
+    UnknownStore,
+    Unreachable,
+    WrongRunner,
+)
+from agent_runtime.fence import Fence, Turn, Word
+from agent_runtime.host import Host
+from agent_runtime.policy import Entry, Policy, Scope, Version
+from agent_runtime.transport import HttpTransport, Transport
+from agent_runtime.usage import Usage
+
+__all__ = [
+    "AgentRuntimeError",
+    "BadAnswer",
+    "Behind",
+    "Clock",
+    "ControlPlaneError",
+    "Draining",
+    "Entry",
+    "Fence",
+    "ForkedChild",
+    "Host",
+    "HttpTransport",
+    "Moved",
+    "NotReady",
+    "Policy",
+    "PolicyClient",
+    "RetryLater",
+    "Scope",
+    "SystemClock",
+    "Transport",
+    "Turn",
+    "TurnTooLong",
+    "UnknownStore",
+    "Unreachable",
+    "Usage",
+    "Version",
+    "Word",
+    "WrongRunner",
+    "bucket",
+]

@@ -1,0 +1,76 @@
+"""What can go wrong in a process that runs agents. The tree is drawn in the package's docstring."""
+
+from __future__ import annotations
+
+
+class AgentRuntimeError(Exception):
+    """Anything that this library raises on purpose."""
+
+
+class RetryLater(AgentRuntimeError):
+    """This process may not serve the request now; the same request may be sent again.
+
+    `retry_after_seconds` is what an HTTP gateway answers as Retry-After.
+    """
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Draining(RetryLater):
+    """The tenant is moving: its fence is closed, or its store already is."""
+
+
+class Moved(RetryLater):
+    """The tenant lives elsewhere, or the caller's word of where it lives is old.
+
+    `cell` is where to ask next: read the placement feed again first.
+    """
+
+    def __init__(self, message: str, *, cell: str, retry_after_seconds: float) -> None:
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
+        self.cell = cell
+
+
+class Behind(RetryLater):
+    """The caller knows a newer placement than this process: its next poll will tell it."""
+
+
+class NotReady(RetryLater):
+    """This process has no policy, no lease, or is leaving: it serves nobody."""
+
+
+class ForkedChild(NotReady):
+    """This process was forked from one that had joined; it has to join by itself first."""
+
+
+class TurnTooLong(AgentRuntimeError):
+    """The turn was cut at the longest turn that this process stated when it joined.
+
+    What it had yielded is stored; the control plane counts on nothing being written later.
+    """
+
+
+class UnknownStore(AgentRuntimeError):
+    """The tenant lives in a store that this process was given no session service for."""
+
+
+class WrongRunner(AgentRuntimeError):
+    """The factory built a Runner of another app or over another session service."""
+
+
+class ControlPlaneError(AgentRuntimeError):
+    """A call to the control plane failed; the client goes on with what it knows."""
+
+
+class Unreachable(ControlPlaneError):
+    """No answer, or one that says "later": the client backs off and asks again."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class BadAnswer(ControlPlaneError):
+    """An answer that breaks the contract; nothing of it was applied."""

@@ -1,0 +1,363 @@
+"""Runs turns inside the fence, over real google-adk Runners. Belongs to one event loop.
+
+google-adk isn't imported here: what a Runner and a session service have to be is said below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+from agent_runtime.client import PolicyClient
+from agent_runtime.errors import Draining, TurnTooLong, UnknownStore, WrongRunner
+from agent_runtime.fence import DRAIN_RETRY_SECONDS, Turn
+from agent_runtime.policy import Entry
+
+T = TypeVar("T")
+
+# What a store that the control plane has closed says when somebody writes.
+CLOSED = "closed by switchyard"
+# Runners kept; a Runner holds no conversation, so dropping one costs building it again.
+MAX_RUNNERS = 2_000
+# How often a running turn's deadline is compared with the lease's clock.
+WATCH_SECONDS = 1.0
+
+# The end of a turn in its queue of events.
+_END = object()
+
+
+class SessionService(Protocol):
+    """As much of google-adk's BaseSessionService as the Host calls."""
+
+    async def create_session(
+        self,
+        *,
+        app_name: str,
+        user_id: str,
+        state: dict[str, Any] | None = None,
+        session_id: str | None = None,
+    ) -> Any:
+        """Create a session and return it."""
+
+    async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
+        """Delete a session."""
+
+
+class Runner(Protocol):
+    """As much of google-adk's Runner as the Host uses."""
+
+    app_name: str
+    session_service: Any
+
+    def run_async(
+        self,
+        *,
+        user_id: str,
+        session_id: str,
+        new_message: Any = None,
+        run_config: Any = None,
+        abort_signal: asyncio.Event | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """Run one turn; yield each event after it is stored, and partial ones."""
+
+    async def close(self) -> None:
+        """Close toolsets and plugins."""
+
+
+class Host:
+    """Serves turns of many tenants in one process.
+
+    `stores` maps a store key to a factory of its session service; a service is made once, when
+    its first turn comes. `runners` builds a tenant's Runner from its entry and that service, and
+    is called again when the tenant's store or generation changes. Neither may block for long.
+    """
+
+    def __init__(
+        self,
+        client: PolicyClient,
+        stores: Mapping[str, Callable[[], Any]],
+        runners: Callable[[Entry, Any], Runner],
+    ) -> None:
+        self._client = client
+        self._factories = stores
+        self._build = runners
+        self._services: dict[str, Any] = {}
+        # (tenant, store key, generation) -> its Runner, the longest unused first.
+        self._runners: OrderedDict[tuple[str, str, int], Runner] = OrderedDict()
+        # asyncio keeps only weak references to tasks.
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._pid = os.getpid()
+
+    async def run(
+        self,
+        tenant: str,
+        user_id: str,
+        session_id: str,
+        message: Any,
+        *,
+        placement_version: str | None = None,
+        run_config: Any = None,
+        abort_signal: asyncio.Event | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """Run one turn and yield the Runner's events: each one but a partial is stored by then.
+
+        Nothing is entered before the first event is asked for. The tenant's count goes down
+        when nothing of this turn can write any more, whether it was read to its end, raised,
+        was cancelled, closed or dropped. Raises RetryLater's kinds before anything is written,
+        and Draining from within a turn whose store was closed under it; TurnTooLong.
+        """
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        # The turn is a task of its own, so its end depends on no reader: google-adk runs the
+        # agent in the background, and a reader that stalls or keeps an unread generator would
+        # else keep the turn open, or let it be closed in a foreign context. It enters the fence
+        # itself: a task that is cancelled before it starts has nothing to give back.
+        turn = self._task(
+            self._turn(
+                events,
+                tenant,
+                user_id,
+                session_id,
+                placement_version,
+                new_message=message,
+                run_config=run_config,
+                abort_signal=abort_signal,
+            )
+        )
+        turn.add_done_callback(lambda _: events.put_nowait(_END))
+        try:
+            while (event := await events.get()) is not _END:
+                yield event
+                events.task_done()
+            await turn  # Raises what it raised.
+        finally:
+            if not turn.done():
+                turn.cancel()
+                await asyncio.wait({turn})
+
+    async def create_session(
+        self,
+        tenant: str,
+        user_id: str,
+        *,
+        session_id: str | None = None,
+        state: dict[str, Any] | None = None,
+        placement_version: str | None = None,
+    ) -> Any:
+        """Create a session in the tenant's store and return it. Raises RetryLater's kinds."""
+
+        async def create(entry: Entry, service: SessionService) -> Any:
+            session = await service.create_session(
+                app_name=entry.app_name, user_id=user_id, state=state, session_id=session_id
+            )
+            self._client.usage.served(tenant, user_id, session.id)
+            return session
+
+        return await self._write(tenant, placement_version, create)
+
+    async def delete_session(
+        self,
+        tenant: str,
+        user_id: str,
+        session_id: str,
+        *,
+        placement_version: str | None = None,
+    ) -> None:
+        """Delete a session from the tenant's store. Raises RetryLater's kinds."""
+
+        async def delete(entry: Entry, service: SessionService) -> None:
+            await service.delete_session(
+                app_name=entry.app_name, user_id=user_id, session_id=session_id
+            )
+            self._client.usage.served(tenant, user_id, session_id)
+
+        await self._write(tenant, placement_version, delete)
+
+    async def close(self) -> None:
+        """End what still runs, then close every Runner and session service.
+
+        Let the client `leave()` first: it waits for the turns instead of cutting them.
+        """
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        for runner in self._runners.values():
+            await runner.close()
+        self._runners.clear()
+        for service in self._services.values():
+            close = getattr(service, "close", None)
+            if close is not None:
+                await close()
+        self._services.clear()
+
+    async def _turn(
+        self,
+        events: asyncio.Queue[Any],
+        tenant: str,
+        user_id: str,
+        session_id: str,
+        placement_version: str | None,
+        **run: Any,
+    ) -> None:
+        with self._entered(tenant, placement_version) as turn:
+            self._client.usage.turn(tenant)
+            try:
+                async with self._cut(tenant, turn):
+                    runner = self._runner(turn.entry)
+                    stream = runner.run_async(user_id=user_id, session_id=session_id, **run)
+                    async with aclosing(stream):
+                        async for event in stream:
+                            self._count(tenant, event)
+                            events.put_nowait(event)
+                            # One at a time: the agent goes on when the reader asks for more,
+                            # as it would without us.
+                            await events.join()
+            finally:
+                # Inside the fence, so the report that no longer counts this turn has it.
+                self._client.usage.served(tenant, user_id, session_id)
+
+    async def _write(
+        self,
+        tenant: str,
+        placement_version: str | None,
+        write: Callable[[Entry, Any], Awaitable[T]],
+    ) -> T:
+        async def enter_and_write() -> T:
+            with self._entered(tenant, placement_version) as turn:
+                async with self._cut(tenant, turn):
+                    return await write(turn.entry, self._service(turn.entry))
+
+        # A caller that is cancelled doesn't end it: a commit on its way can't be called back,
+        # and must be counted until it is over.
+        return await asyncio.shield(self._task(enter_and_write()))
+
+    def _task(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # Looked at; the reader that would raise it may be gone.
+
+    @contextmanager
+    def _entered(self, tenant: str, placement_version: str | None) -> Iterator[Turn]:
+        try:
+            with self._client.fence.enter(tenant, placement_version) as turn:
+                yield turn
+        except Draining:
+            self._client.usage.refused(tenant, "draining")
+            raise
+        except Exception as error:
+            if not is_closed(error):
+                raise
+            # The store is the second fence: it closes after every instance has said "drained",
+            # and refuses one that had not heard.
+            self._client.usage.refused(tenant, "draining")
+            raise Draining(
+                f"the store of {tenant} is closed: it is moving",
+                retry_after_seconds=DRAIN_RETRY_SECONDS,
+            ) from error
+
+    @asynccontextmanager
+    async def _cut(self, tenant: str, turn: Turn) -> AsyncIterator[None]:
+        """Cancel the block at the turn's deadline, and raise TurnTooLong."""
+        loop = asyncio.get_running_loop()
+        scope = asyncio.timeout(None)
+        handle: asyncio.TimerHandle | None = None
+
+        def watch() -> None:
+            # asyncio's clock stands still while the machine is suspended, and the control
+            # plane's doesn't: the deadline is on the lease's clock, and looked at often.
+            nonlocal handle
+            left = turn.deadline - self._client.clock.boottime()
+            if left <= 0:
+                scope.reschedule(loop.time())
+            else:
+                handle = loop.call_later(min(left, WATCH_SECONDS), watch)
+
+        try:
+            async with scope:
+                watch()
+                try:
+                    yield
+                finally:
+                    if handle is not None:
+                        handle.cancel()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        if scope.expired():
+            raise TurnTooLong(
+                f"a turn of {tenant} was cut after {self._client.longest_turn_seconds:g} s"
+            )
+
+    def _runner(self, entry: Entry) -> Runner:
+        service = self._service(entry)
+        key = (entry.tenant, entry.store_key, entry.runner_generation)
+        runner = self._runners.get(key)
+        if runner is None:
+            runner = self._build(entry, service)
+            # Either would write what the fence, and a move, know nothing of.
+            if runner.app_name != entry.app_name:
+                raise WrongRunner(
+                    f"the runner built for {entry.tenant} is of app {runner.app_name!r}, "
+                    f"not {entry.app_name!r}"
+                )
+            if runner.session_service is not service:
+                raise WrongRunner(
+                    f"the runner built for {entry.tenant} has a session service of its own, "
+                    f"not the one of store {entry.store_key}"
+                )
+            self._runners[key] = runner
+            while len(self._runners) > MAX_RUNNERS:
+                # Only forgotten: a turn may be running on it.
+                self._runners.popitem(last=False)
+        self._runners.move_to_end(key)
+        return runner
+
+    def _service(self, entry: Entry) -> Any:
+        if self._pid != os.getpid():
+            # A parent's connections: two processes on one would mix their answers.
+            self._runners.clear()
+            self._services.clear()
+            self._pid = os.getpid()
+        key = entry.store_key
+        if key not in self._services:
+            if key not in self._factories:
+                raise UnknownStore(f"this process was given no session service for store {key!r}")
+            self._services[key] = self._factories[key]()
+        return self._services[key]
+
+    def _count(self, tenant: str, event: Any) -> None:
+        usage = getattr(event, "usage_metadata", None)
+        # Pieces of an answer come before the whole one, which carries the usage of all.
+        if usage is not None and not event.partial:
+            self._client.usage.model_call(tenant, usage.total_token_count or 0)
+
+
+def is_closed(error: BaseException) -> bool:
+    """Return whether a store said "closed by switchyard" anywhere among the error's causes.
+
+    On SQLite the trigger's refusal is an IntegrityError, which google-adk's create_session turns
+    into AlreadyExistsError: only the chain still tells.
+    """
+    found: list[BaseException] = [error]
+    seen: set[int] = set()
+    while found:
+        one = found.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if CLOSED in str(one):
+            return True
+        found += [e for e in (one.__cause__, one.__context__) if e is not None]
+        if isinstance(one, BaseExceptionGroup):
+            found += one.exceptions
+    return False
