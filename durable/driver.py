@@ -41,15 +41,15 @@ class Machine:
     model: Any
     table: Table
     # Phase -> one idempotent, bounded step.
-    steps: Mapping[StrEnum, Callable[[Any, Clock], Outcome]]
+    steps: Mapping[Any, Callable[[Any, Clock], Outcome]]
     # Where an abort leads from this row's phase; None: it can't be aborted now.
     way_out: Callable[[Any], StrEnum | None]
     # Phases with one edge, forward. The edge into one re-checks every request.
-    no_return: frozenset[StrEnum]
+    no_return: frozenset[Any]
     # Phases that go on although a pause was asked for (the way out itself, and past no return).
-    unpausable: frozenset[StrEnum]
+    unpausable: frozenset[Any]
     # Phases in which somebody is refused: a failing step is tried again within a second.
-    urgent: frozenset[StrEnum]
+    urgent: frozenset[Any]
     # Hands (row id, phase, seconds from now) to a worker; a hint only, never the truth.
     enqueue: Callable[[int, StrEnum, float], None]
     # Called instead of the step while paused: a deadline still holds.

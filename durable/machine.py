@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-Table = Mapping[StrEnum, frozenset[StrEnum]]
+# Phase -> the phases it may lead to; one enum per kind of machine.
+Table = Mapping[Any, frozenset[Any]]
 
 
 class IllegalTransition(Exception):

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-
 from durable.driver import Clock, holding
 from migrations_app import ports
 from migrations_app.domain.mismatch import Difference, Looks, session_difference, shared_difference
@@ -269,7 +268,7 @@ def copy(
     meter.deleted += len(gone)
     now = clock()
     with holding(move):
-        _record(move, copied, {key: now for key in equal})
+        _record(move, copied, dict.fromkeys(equal, now))
         _forget(move, gone)
         _resolve(move, [*gone, *equal], now)
         _report(move, differ, pair, now)
@@ -645,9 +644,7 @@ def delete_copied(move: TenantMigration, target: SessionStore, *, timer: Timer) 
             return False
 
 
-def offboard(
-    move: TenantMigration, source: SessionStore, *, meter: Meter, timer: Timer
-) -> Swept:
+def offboard(move: TenantMigration, source: SessionStore, *, meter: Meter, timer: Timer) -> Swept:
     """Delete the source's sessions that are still what was recorded.
 
     Others stay, and stay on our list of stamps: that list is then what was left.

@@ -429,6 +429,7 @@ def _cell_checks(
     return checks
 
 
+REASON_CHARACTERS = 2_000
 # The columns that people write; everything else of a move is the driver's.
 REQUESTS = (
     "pause_requested_at",
@@ -517,6 +518,10 @@ def _plain(value: Any) -> Any:
 def _require(reason: str) -> None:
     if not reason.strip():
         raise ReasonMissing("Say why, in a sentence: whoever reads the log later needs it.")
+    if "\0" in reason or len(reason) > REASON_CHARACTERS:
+        raise InvalidOption(
+            f"A reason has up to {REASON_CHARACTERS:,} characters, none of them NUL."
+        )
 
 
 def _sane(budget: float, drain_bound: float, soak: float, pace: float | None) -> None:

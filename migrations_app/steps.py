@@ -129,7 +129,7 @@ def _make_sure(
         _clear(target)
     keeps = target.keeps_ids()
     return [
-        services.Check("Two places", True, "a word written to the target is not seen at the source"),
+        services.Check("Two places", True, "a word written to one is not seen in the other"),
         services.Check("Guard", True, "closing triggers stand on both sides"),
         services.Check(
             "Ids",
@@ -204,7 +204,7 @@ def _begin_pass(move: TenantMigration, clock: Clock) -> Wait:
     with copying.opened(move, move.source_store) as source:
         counts = source.counts()
     return Wait(
-        note=f"Pass {move.passes + 1} begins: {counts.sessions:,} sessions" if not move.passes else "",
+        note="" if move.passes else f"The first pass begins: {counts.sessions:,} sessions",
         changes={
             "passes": move.passes + 1,
             "pass_started_at": clock(),
@@ -293,7 +293,8 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
     if move.mismatches.filter(resolved_at=None, repair_requested_at__isnull=False).exists():
         return _repair_now(move, clock)
     quote = queries.fence_quote(move, now=now)
-    assert move.pass_ended_at is not None and move.pass_started_at is not None
+    assert move.pass_started_at is not None
+    assert move.pass_ended_at is not None
     age = (now - move.pass_ended_at).total_seconds()
     took = (move.pass_ended_at - move.pass_started_at).total_seconds()
     blocked = _not_yet(move, now)
@@ -391,7 +392,8 @@ def _close_fence(move: TenantMigration, clock: Clock) -> Outcome:
 
 
 def _await_proof(move: TenantMigration, clock: Clock) -> Outcome:
-    assert move.fence_version is not None and move.fence_closed_at is not None
+    assert move.fence_version is not None
+    assert move.fence_closed_at is not None
     until = time.monotonic() + POLL_FOR_SECONDS
     while True:
         now = clock()
@@ -441,9 +443,7 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
     if late := _past(move, clock):
         return late
     if move.stage == "":
-        return Wait(
-            changes={"done": 0, "todo": move.sessions, "waiting_for": "", **_stage("copy")}
-        )
+        return Wait(changes={"done": 0, "todo": move.sessions, "waiting_for": "", **_stage("copy")})
     meter, timer = Meter(), Timer()
     with copying.both(move) as (source, target):
         target.take(mover=True, agents=False)

@@ -1,0 +1,232 @@
+"""Killed, aborted, paused: at every moment a move ends whole, on exactly one side."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from durable import driver
+from migrations_app import services
+from migrations_app.domain.phases import FENCED, WAY_OUT, Mode, Phase
+from tests.stores import EMPTY
+from tests.world import APP, Killed, World
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@contextmanager
+def undone(world: World) -> Iterator[None]:
+    """Whatever happens inside is taken back: rows, both files and the clock."""
+    files = [Path(side.url.removeprefix("sqlite:///")) for side in (world.source, world.target)]
+    kept = [(path, path.with_suffix(".kept")) for path in files if path.exists()]
+    for path, copy in kept:
+        shutil.copy(path, copy)
+    now = world.clock.now
+    with transaction.atomic():
+        yield
+        transaction.set_rollback(True)
+    world.clock.now = now
+    for path in files:
+        path.unlink(missing_ok=True)
+        path.with_name(path.name + "-journal").unlink(missing_ok=True)
+    for path, copy in kept:
+        shutil.copy(copy, path)
+    world.killer.calls, world.killer.at = 0, None
+    world.killer.names.clear()
+
+
+def assert_moved(world: World, content: dict[str, list[str]], why: object) -> None:
+    """The tenant lives on the target, whole; the source's copy is gone."""
+    assert world.move.phase == Phase.DONE, why
+    assert world.target.content(APP) == content, why
+    assert world.source.content(APP) == EMPTY, why
+    assert world.owner() == [("cell-eu1-b", "all")], why
+    assert world.agents_may_write(world.target), why
+    assert not world.agents_may_write(world.source), why
+
+
+def assert_stayed(world: World, content: dict[str, list[str]], why: object) -> None:
+    """The tenant lives on the source, whole; nothing of it is on the target."""
+    assert world.move.phase == Phase.ABORTED, why
+    assert world.source.content(APP) == content, why
+    assert world.target.content(APP) == EMPTY, why
+    assert world.owner() == [("cell-eu1-a", "all")], why
+    assert world.agents_may_write(world.source), why
+
+
+def test_a_move_without_trouble_carries_every_row_over(both: World) -> None:
+    before = both.source.content(APP)
+    both.start()
+    both.run()
+    assert_moved(both, before, "no trouble")
+
+
+def test_a_move_survives_a_kill_at_every_call(files: World) -> None:
+    before = files.source.content(APP)
+    with undone(files):
+        files.start()
+        files.run()
+        calls = files.killer.calls
+    assert calls > 100
+    for at in range(1, calls + 1):
+        with undone(files):
+            files.start()
+            files.killer.calls, files.killer.at = 0, at
+            files.run()
+            assert_moved(files, before, f"killed at call {at}")
+
+
+def test_a_move_survives_a_kill_at_every_write_of_its_row(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between an effect in our database and the settling of its step."""
+    before = files.source.content(APP)
+    settle = driver._settle
+    count, at = 0, 0
+
+    def fragile(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise Killed("before settling")
+        settle(*args, **kwargs)
+
+    monkeypatch.setattr(driver, "_settle", fragile)
+    with undone(files):
+        files.start()
+        files.run()
+        settled = count
+    for moment in range(1, settled + 1):
+        count, at = 0, moment
+        with undone(files):
+            files.start()
+            files.run()
+            assert_moved(files, before, f"killed before settling {moment}")
+
+
+def moments(world: World) -> list[str]:
+    """Return the phase of the move before each of its steps."""
+    phases = []
+    with undone(world):
+        world.start()
+        while world.move.due_at is not None:
+            phases.append(world.move.phase)
+            world.step()
+    return phases
+
+
+def ask_at_every_moment(world: World, ask: Callable[[World], None]) -> Iterator[str]:
+    """Run the move once per step of it, asking before that step; yields the phase asked in."""
+    for moment, phase in enumerate(moments(world)):
+        with undone(world):
+            world.start()
+            for _ in range(moment):
+                world.step()
+            ask(world)
+            yield phase
+
+
+def abort(world: World) -> None:
+    services.abort(world.move, by="ada", reason="too slow", now=world.clock())
+
+
+def test_an_abort_at_every_moment_ends_on_one_side(files: World) -> None:
+    before = files.source.content(APP)
+    ends = set()
+
+    def ask(world: World) -> None:
+        if world.move.phase in WAY_OUT[Mode.FENCE]:
+            abort(world)
+        else:
+            with pytest.raises(services.NotNow):
+                abort(world)
+
+    for phase in ask_at_every_moment(files, ask):
+        end = files.run().phase
+        ends.add(end)
+        if phase in WAY_OUT[Mode.FENCE]:
+            assert_stayed(files, before, f"aborted in {phase}")
+        else:
+            assert_moved(files, before, f"too late in {phase}")
+    assert ends == {Phase.DONE, Phase.ABORTED}
+
+
+def test_an_abort_survives_a_kill_at_every_call(files: World) -> None:
+    before = files.source.content(APP)
+    late = moments(files).index(Phase.VERIFY) + 1
+
+    def to_the_abort() -> None:
+        files.start()
+        for _ in range(late):
+            files.step()
+        abort(files)
+        files.killer.calls = 0
+
+    with undone(files):
+        to_the_abort()
+        files.run()
+        calls = files.killer.calls
+    assert calls > 10
+    for at in range(1, calls + 1):
+        with undone(files):
+            to_the_abort()
+            files.killer.at = at
+            files.run()
+            assert_stayed(files, before, f"killed at call {at} of the abort")
+
+
+def test_a_pause_at_every_moment_is_kept_and_resumed(files: World) -> None:
+    before = files.source.content(APP)
+
+    def pause(world: World) -> None:
+        move = world.move
+        try:
+            services.pause(move, by="ada", reason="wait", now=world.clock())
+        except services.NotNow:
+            return
+        version = world.move.version
+        for _ in range(3):
+            world.step()
+        assert world.move.phase == move.phase
+        assert world.move.version == version
+        services.resume(world.move, by="ada", now=world.clock())
+
+    for phase in ask_at_every_moment(files, pause):
+        files.run()
+        assert_moved(files, before, f"paused in {phase}")
+
+
+def test_a_fence_that_is_paused_past_its_budget_opens_by_itself(both: World) -> None:
+    before = both.source.content(APP)
+    both.start()
+    both.run(until=Phase.VERIFY)
+    services.pause(both.move, by="ada", reason="wait", now=both.clock())
+    both.clock.pass_by(151)
+    both.run()
+    assert_stayed(both, before, "budget over")
+    assert any("budget is over" in event.note for event in both.move.events.all())
+
+
+@pytest.mark.parametrize("phase", sorted(FENCED - {Phase.TARGET}))
+def test_a_source_that_goes_away_inside_the_fence_never_outlives_the_budget(
+    files: World, phase: Phase
+) -> None:
+    before = files.source.content(APP)
+    files.start()
+    files.run(until=phase)
+    path = Path(files.source.url.removeprefix("sqlite:///"))
+    away = path.rename(path.with_suffix(".away"))
+    files.step()
+    files.clock.pass_by(151)
+    for _ in range(5):
+        files.step()
+    assert files.move.phase == Phase.REOPEN
+    away.rename(path)
+    files.run()
+    assert_stayed(files, before, f"source away in {phase}")

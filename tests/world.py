@@ -1,0 +1,181 @@
+"""One tenant with real stores, a clock that the test drives, and workers that can be killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from durable import driver
+from migrations_app import ports, services, steps
+from migrations_app.domain.phases import Phase
+from migrations_app.models import TenantMigration
+from tenants.models import PolicyEntry
+from tests import make
+from tests.stores import Raw
+
+APP = "support.acme"
+
+
+class Killed(BaseException):
+    """The worker died: nothing after this line of it runs. Not an Exception, as SIGKILL isn't."""
+
+
+@dataclass
+class Clock:
+    """The database's clock, in the test's hand."""
+
+    now: datetime
+
+    def __call__(self) -> datetime:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+
+@dataclass
+class Killer:
+    """Counts every call that a step makes on a store or in our database; kills at one of them."""
+
+    at: int | None = None
+    calls: int = 0
+    names: list[str] = field(default_factory=list)
+    # Called before the n-th call of a name, such as "page": lets a test change the world.
+    before: dict[str, Callable[[], None]] = field(default_factory=dict)
+
+    def tick(self, name: str) -> None:
+        self.calls += 1
+        self.names.append(name)
+        if self.calls == self.at:
+            self.at = None
+            raise Killed(name)
+
+
+class Fragile:
+    """A store whose every call may be the worker's last, just before it or just after it."""
+
+    def __init__(self, port: Any, killer: Killer) -> None:
+        self.port, self.killer = port, killer
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.port, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if hook := self.killer.before.pop(name, None):
+                hook()
+            self.killer.tick(name)
+            answer = value(*args, **kwargs)
+            self.killer.tick(f"{name}, done")
+            return answer
+
+        return call
+
+
+@dataclass
+class World:
+    cast: make.Cast
+    clock: Clock
+    source: Raw
+    target: Raw
+    killer: Killer
+
+    @property
+    def move(self) -> TenantMigration:
+        return TenantMigration.objects.get(tenant=self.cast.acme)
+
+    @property
+    def machine(self) -> driver.Machine:
+        return steps.machine(lambda pk, phase, seconds: None)
+
+    def start(self, **options: Any) -> TenantMigration:
+        """Start the move that every test is about; it runs by itself unless told otherwise."""
+        chosen = {"automatic": True, "offboard_automatically": True, "soak_seconds": 60.0} | options
+        return services.start(
+            self.cast.acme,
+            target_cell=self.cast.other_cell,
+            target_store=self.cast.other_store,
+            by="ada",
+            reason="more room",
+            now=self.clock(),
+            **chosen,
+        )
+
+    def step(self) -> TenantMigration:
+        """Let time pass until the move is due, and a worker take one step, which may kill it."""
+        move = self.move
+        if move.due_at is not None:
+            self.clock.now = max(self.clock.now, move.due_at)
+            # Its lease runs out, then another worker takes over.
+            with suppress(Killed):
+                driver.advance(self.machine, move.pk, clock=self.clock)
+        return self.move
+
+    def run(self, *, until: Phase | None = None, steps: int = 300) -> TenantMigration:
+        """Step until the move enters a phase, or ends."""
+        for _ in range(steps):
+            move = self.move
+            if move.due_at is None or move.phase == until:
+                return move
+            self.step()
+        notes = [f"{e.was}: {e.note}" for e in self.move.events.all()[:5]]
+        raise AssertionError(f"stuck in {self.move.phase}: {self.move.waiting_for} {notes}")
+
+    def owner(self) -> list[tuple[str, str]]:
+        """Return who accepts the tenant's turns: (cell, accepts) of every entry that may."""
+        entries = PolicyEntry.objects.filter(tenant=self.cast.acme).exclude(accepts="moved")
+        return [(entry.cell.slug, entry.accepts) for entry in entries.select_related("cell")]
+
+    def agents_may_write(self, side: Raw) -> bool:
+        """Try a turn of the tenant at one side, for real, and take it back."""
+        try:
+            with side.connection() as connection:
+                side.add_event(connection, APP, "u-0", "s-0", "probe", 1)
+                raise _TakenBack
+        except _TakenBack:
+            return True
+        except Exception as error:
+            if "closed by switchyard" not in str(error):
+                raise
+            return False
+
+
+class _TakenBack(Exception):
+    pass
+
+
+@contextmanager
+def world(
+    monkeypatch: pytest.MonkeyPatch, cast: make.Cast, now: datetime, source: str, target: str
+) -> Iterator[World]:
+    """Fill the source with 12 sessions of 4 users and stand ready to move them."""
+    monkeypatch.setenv("STORE_EU1_A", source)
+    monkeypatch.setenv("STORE_EU1_B", target)
+    killer = Killer()
+    real_open, real_copy = ports.open_store, ports.copy
+
+    @contextmanager
+    def open_store(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with real_open(*args, **kwargs) as port:
+            yield Fragile(port, killer)
+
+    def copy(ours: Any, theirs: Any, keys: Any) -> Any:
+        if hook := killer.before.pop("copy", None):
+            hook()
+        killer.tick("copy")
+        copied = real_copy(ours.port, theirs.port, keys)
+        killer.tick("copy, done")
+        return copied
+
+    one, two = Raw(source), Raw(target)
+    one.make_tables("env:STORE_EU1_A", APP)
+    one.seed(APP, sessions=12, users=4)
+    monkeypatch.setattr(ports, "open_store", open_store)
+    monkeypatch.setattr(ports, "copy", copy)
+    yield World(cast, Clock(now), one, two, killer)
