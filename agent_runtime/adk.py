@@ -1,4 +1,7 @@
-"""google-adk's session services for the Host. An extra: needs google-adk and SQLAlchemy."""
+"""All that a google-adk process needs: the Host, and session services for it.
+
+An extra: this module alone imports google-adk, and needs SQLAlchemy beside it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from google.adk.sessions import DatabaseSessionService
+
+from agent_runtime.host import Host
+
+__all__ = ["Host", "sql_store"]
 
 # google-adk wants an async driver named in the address; people and tools write it without.
 _DRIVERS = {

@@ -31,9 +31,9 @@ from agent_runtime.usage import Batch, Usage
 log = logging.getLogger(__name__)
 
 # Before the control plane has said its own.
-FIRST_POLL_SECONDS = 1.0
+FIRST_POLL_MS = 1_000.0
 # What it may say: a slip there makes neither a busy loop nor an instance that is never heard.
-POLL_BOUNDS_SECONDS = (0.05, 60.0)
+POLL_BOUNDS_MS = (50.0, 60_000.0)
 # Of each wait, either way: a fleet that was started together doesn't poll together.
 JITTER = 0.1
 BACK_OFF_FIRST_SECONDS = 0.5
@@ -47,14 +47,7 @@ _REPORT_SETTLED = frozenset({400, 409, 410, 413, 422})
 
 
 class _Gone(Exception):
-    """The instance has ended: join under a new id.
-
-    `still_counted`: not at the control plane yet, which has to be told.
-    """
-
-    def __init__(self, detail: str, *, still_counted: bool = False) -> None:
-        super().__init__(detail)
-        self.still_counted = still_counted
+    """The instance has ended: join under a new id."""
 
 
 @dataclass(slots=True)
@@ -138,9 +131,9 @@ class PolicyClient:
         self.trouble = ""
         self._seq = 0
         self._outstanding: _Report | None = None
-        # Ids that this process had before, still alive at the control plane.
-        self._to_leave: list[str] = []
-        self._poll_after_seconds = FIRST_POLL_SECONDS
+        # The id that this process had before: the next join says that it replaces it.
+        self._replaces: str | None = None
+        self._poll_after_ms = FIRST_POLL_MS
         self._failures = 0
         self._left = False
         self._round = threading.Lock()
@@ -155,8 +148,8 @@ class PolicyClient:
 
     @property
     def ready(self) -> bool:
-        """Whether turns can be let in: a full policy is applied and the lease holds."""
-        return self._pid == os.getpid() and self.policy is not None and not self.fence.lapsed
+        """Whether turns are let in, of tenants that the policy opens."""
+        return self.fence.serving
 
     def start(self) -> None:
         """Run rounds in a background thread until `stop()`. Does nothing if one runs already."""
@@ -202,11 +195,11 @@ class PolicyClient:
                     self._report(self.instance)
                 elif self._outstanding is not None:
                     self._settle_old_report(self._outstanding)
-                if empty:
-                    self._forget(still_counted=True)
-                    self._leave_old_ids()
+                if empty and self.instance is not None:
+                    gone = {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}
+                    self._call("DELETE", f"{API}/instances/{self.instance}", expect=gone)
             except _Gone:
-                self._forget()
+                log.info("%s had been gone already", self.name)
             except ControlPlaneError as error:
                 log.warning("%s could not leave %s: %s", self.name, self.cell, error)
                 return False
@@ -230,7 +223,7 @@ class PolicyClient:
             if self._failures:
                 log.info("%s reaches the control plane again", self.name)
             self._failures, self.trouble = 0, ""
-            return self._poll_after_seconds * (1 + JITTER * (2 * self._dice() - 1))
+            return self._poll_after_ms / 1000 * (1 + JITTER * (2 * self._dice() - 1))
 
     def _run(self, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -264,7 +257,7 @@ class PolicyClient:
     def _do_round(self) -> None:
         if self.instance is not None and self.fence.lapsed:
             log.warning("%s: the lease of %s ran out", self.name, self.instance)
-            self._forget(still_counted=True)
+            self._forget()
         # Twice: an instance that is gone joins, polls and reports in the same round.
         for _ in range(2):
             try:
@@ -274,41 +267,32 @@ class PolicyClient:
                 return
             except _Gone as gone:
                 log.warning("%s: %s ended: %s", self.name, self.instance, gone)
-                self._forget(still_counted=gone.still_counted)
+                self._forget()
         raise Unreachable("the control plane forgets this instance as soon as it has joined")
 
-    def _forget(self, *, still_counted: bool = False) -> None:
+    def _forget(self) -> None:
         """Drop id and policy: nothing is served before a full policy under another id.
 
-        Turns that run stay counted, and are in the next id's reports. `still_counted`: the
-        control plane doesn't know yet that the old id has ended.
+        Turns that run stay counted, and are in the next id's reports.
         """
         self.fence.drop()
-        if still_counted and self.instance is not None:
-            self._to_leave.append(self.instance)
-        self.instance = None
+        self._replaces, self.instance = self.instance or self._replaces, None
 
     def _join(self) -> str:
         # The last report of an earlier id first: whether its usage was counted, only that id's
         # numbers can tell. Carried over into a new id's report it could count twice.
         if self._outstanding is not None:
             self._settle_old_report(self._outstanding)
-        # `replaces` ends the old id at once, and the new one proves nothing before its first
-        # poll. While a turn runs that would leave a moment in which nobody counts it; then the
-        # old id stays until the new one has reported. (Without a policy a count of 0 stays 0.)
-        replaces = None
-        if self._to_leave and not self.fence.word().in_flight:
-            replaces = self._to_leave[-1]
-        request = {**self._join_request, "boot": self._boot, "replaces": replaces}
+        # Named even if that id is gone already: turns that run are this process's, and by the
+        # name the control plane counts the new id from its join on, not from its first poll.
+        request = {**self._join_request, "boot": self._boot, "replaces": self._replaces}
         sent_at = self.clock.boottime()
         answer = self._call("POST", f"{API}/instances", json.dumps(request).encode())
         with _contract("the answer to a join"):
             instance = str(answer.data["instance"])
             lease_seconds = float(answer.data["lease_seconds"])
             self._hear_cadence(answer.data["poll_after_ms"])
-        if replaces is not None:
-            self._to_leave.remove(replaces)
-        self.instance = instance
+        self.instance, self._replaces = instance, None
         self._seq = 0
         # From when it was sent: the control plane counts from a later moment, so we stop first.
         self.fence.lease(sent_at + lease_seconds)
@@ -334,7 +318,8 @@ class PolicyClient:
             if answer.status == HTTPStatus.NOT_MODIFIED:
                 if held is None:
                     raise BadAnswer("the policy is unchanged, says the answer to a first poll")
-                self._hear_cadence(answer.headers["poll-after-ms"])
+                # A proxy may have dropped it; the cadence then stays.
+                self._hear_cadence(answer.headers.get("poll-after-ms", self._poll_after_ms))
                 return
             version = Version.parse(answer.data["version"])
             if answer.data["full"] is True:
@@ -358,8 +343,6 @@ class PolicyClient:
         if retried:
             # The same bytes were taken at last; what has happened since is another report.
             self._send_to(instance, self._build_report(instance))
-        # Now turns that were running when this process joined anew are counted by the new id.
-        self._leave_old_ids()
 
     def _build_report(self, instance: str) -> _Report:
         # The word first, then usage: a turn notes what it did before it leaves, so the report
@@ -409,7 +392,7 @@ class PolicyClient:
             case HTTPStatus.CONFLICT:
                 # Not taken. Its usage goes into the first report of the next id.
                 self.usage.give_back(report.batch)
-                raise _Gone(answer.detail, still_counted=True)
+                raise _Gone(answer.detail)
             case HTTPStatus.GONE:
                 # A gone instance's usage is counted, its lease isn't renewed.
                 raise _Gone(answer.detail)
@@ -421,15 +404,9 @@ class PolicyClient:
                     f"its usage is lost: {answer.detail}"
                 )
 
-    def _leave_old_ids(self) -> None:
-        while self._to_leave:
-            path = f"{API}/instances/{self._to_leave[0]}"
-            self._call("DELETE", path, expect={HTTPStatus.NOT_FOUND, HTTPStatus.GONE})
-            del self._to_leave[0]
-
     def _hear_cadence(self, milliseconds: Any) -> None:
-        low, high = POLL_BOUNDS_SECONDS
-        self._poll_after_seconds = min(high, max(low, float(milliseconds) / 1000))
+        low, high = POLL_BOUNDS_MS
+        self._poll_after_ms = min(high, max(low, float(milliseconds)))
 
     def _call(
         self, method: str, path: str, body: bytes | None = None, *, expect: Collection[int] = ()

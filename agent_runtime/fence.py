@@ -104,6 +104,16 @@ class Fence:
         """Whether the lease is over: nothing may start."""
         return self._clock.boottime() >= self._lease_until
 
+    @property
+    def serving(self) -> bool:
+        """Whether this process lets anybody in: a policy, a lease, not leaving, not a fork."""
+        return (
+            self._pid == os.getpid()
+            and self._policy is not None
+            and not self.lapsed
+            and not self._leaving
+        )
+
     @contextmanager
     def enter(self, tenant: str, placement_version: str | None = None) -> Iterator[Turn]:
         """Count one invocation of `tenant` in while the block runs, or refuse it.

@@ -203,22 +203,26 @@ class Host:
         placement_version: str | None,
         **run: Any,
     ) -> None:
-        with self._entered(tenant, placement_version) as turn:
-            self._client.usage.turn(tenant)
-            try:
-                async with self._cut(tenant, turn):
-                    runner = self._runner(turn.entry)
-                    stream = runner.run_async(user_id=user_id, session_id=session_id, **run)
-                    async with aclosing(stream):
-                        async for event in stream:
-                            self._count(tenant, event)
-                            events.put_nowait(event)
-                            # One at a time: the agent goes on when the reader asks for more,
-                            # as it would without us.
-                            await events.join()
-            finally:
-                # Inside the fence, so the report that no longer counts this turn has it.
-                self._client.usage.served(tenant, user_id, session_id)
+        try:
+            with self._entered(tenant, placement_version) as turn:
+                self._client.usage.turn(tenant)
+                try:
+                    async with self._cut(tenant, turn):
+                        runner = self._runner(turn.entry)
+                        stream = runner.run_async(user_id=user_id, session_id=session_id, **run)
+                        async with aclosing(stream):
+                            async for event in stream:
+                                self._count(tenant, event)
+                                events.put_nowait(event)
+                                # One at a time: the agent goes on when the reader asks for
+                                # more, as it would without us.
+                                await events.join()
+                finally:
+                    # Inside the fence, so the report that no longer counts this turn has it.
+                    self._client.usage.served(tenant, user_id, session_id)
+        except Draining:
+            self._client.usage.refused(tenant, "draining")
+            raise
 
     async def _write(
         self,
@@ -251,15 +255,11 @@ class Host:
         try:
             with self._client.fence.enter(tenant, placement_version) as turn:
                 yield turn
-        except Draining:
-            self._client.usage.refused(tenant, "draining")
-            raise
         except Exception as error:
             if not is_closed(error):
                 raise
             # The store is the second fence: it closes after every instance has said "drained",
             # and refuses one that had not heard.
-            self._client.usage.refused(tenant, "draining")
             raise Draining(
                 f"the store of {tenant} is closed: it is moving",
                 retry_after_seconds=DRAIN_RETRY_SECONDS,

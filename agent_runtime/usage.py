@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ MAX_LINES = 5_000
 MAX_DIRTY_BYTES = 1_000_000
 # Served sessions kept for reports. They only feed a move's forecast, so the oldest may be dropped.
 MAX_DIRTY = 10_000
+
+# google-adk's own column, and the control plane's.
+MAX_ID = 128
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # (tenant, user id, session id)
 Served = tuple[str, str, str]
@@ -94,6 +99,9 @@ class Usage:
         """Note that a session may have been written. Call it before its turn leaves the fence."""
         key = (tenant, user_id, session_id)
         with self._lock:
+            if not all(map(_can_be_sent, key)):
+                self._dropped += 1
+                return
             self._dirty.pop(key, None)
             self._dirty[key] = None
             self._trim()
@@ -142,6 +150,15 @@ class Usage:
             if not self._dropped:
                 log.warning("more than %s served sessions unreported: dropping", MAX_DIRTY)
             self._dropped += 1
+
+
+def _can_be_sent(word: str) -> bool:
+    """Return whether the control plane can keep this id.
+
+    Whoever may begin a turn chooses these: one that is no text, or longer than any column, would
+    have the whole report refused, again and again.
+    """
+    return len(word) <= MAX_ID and "\0" not in word and not _SURROGATE.search(word)
 
 
 def _wire(key: Served) -> dict[str, str]:
