@@ -106,6 +106,12 @@ class AlreadyRevoked(Refused):
     """The token was revoked before."""
 
 
+class NotYourCell(Refused):
+    """The caller's token is for other cells."""
+
+    status = 403
+
+
 class InstanceGone(Refused):
     """The instance is gone for good; its process joins again under a new id."""
 
@@ -566,15 +572,19 @@ def join(
     )
 
 
-def poll(key: str, *, now: datetime) -> queries.Asking:
+def poll(key: str, *, cells: Collection[int] | None = None, now: datetime) -> queries.Asking:
     """Note that an instance asks for its policy; return it with its cell's version.
 
-    Raises InstanceGone.
+    `cells` are the ids of those that the caller speaks for; None: of any. Raises InstanceGone,
+    NotYourCell.
     """
     asking = queries.asking(key)
-    if asking is None or _over(asking.instance, now):
+    if asking is None:
         raise _gone()
     row = asking.instance
+    _check_cell(row, cells)
+    if _over(row, now):
+        raise _gone()
     told = cadence_ms(row.cell.fast_until, now)
     first = row.polled_at is None
     quiet = told == row.poll_after_ms != FAST_MS
@@ -597,21 +607,22 @@ def poll(key: str, *, now: datetime) -> queries.Asking:
     return again
 
 
-def report(said: Report, *, now: datetime) -> Reported:
+def report(said: Report, *, cells: Collection[int] | None = None, now: datetime) -> Reported:
     """Take one report: once, whole, and only as the next one. Return the answer.
 
-    A retry is acknowledged and changes nothing. Raises SeqGap, AnotherProcess, VersionAhead,
-    BadVersion, and InstanceGone after counting the usage of an instance that is gone.
+    A retry is acknowledged and changes nothing. `cells` as in `poll`. Raises NotYourCell, SeqGap,
+    AnotherProcess, VersionAhead, BadVersion, and InstanceGone after counting the usage of an
+    instance that is gone.
     """
     # What must be kept although the report is refused is committed before the refusal is raised.
     with transaction.atomic():
-        answer = _take(said, now)
+        answer = _take(said, cells, now)
     if isinstance(answer, Refused):
         raise answer
     return answer
 
 
-def _take(said: Report, now: datetime) -> Reported | Refused:
+def _take(said: Report, cells: Collection[int] | None, now: datetime) -> Reported | Refused:
     applied = parse(said.applied_version)
     if applied is None and said.applied_version:
         return BadVersion(
@@ -627,6 +638,7 @@ def _take(said: Report, now: datetime) -> Reported | Refused:
     )
     if row is None:
         return _gone()
+    _check_cell(row, cells)
     if row.boot != said.boot:
         return AnotherProcess(
             "This id belongs to a process with another boot id: a forked child is not its parent. "
@@ -675,14 +687,15 @@ def _take(said: Report, now: datetime) -> Reported | Refused:
 
 
 @transaction.atomic
-def leave(key: str, *, now: datetime) -> None:
+def leave(key: str, *, cells: Collection[int] | None = None, now: datetime) -> None:
     """Note that an instance has ended by itself, after its own drain. May be said twice.
 
-    Raises InstanceGone if there never was such an instance.
+    `cells` as in `poll`. Raises NotYourCell, and InstanceGone if there never was such an instance.
     """
     row = RuntimeInstance.objects.select_for_update().filter(key=key).first()
     if row is None:
         raise _gone()
+    _check_cell(row, cells)
     if row.gone_at is None:
         _mark_gone(row, GoneWhy.LEFT, now)
 
@@ -808,6 +821,13 @@ def _version_ahead(
         "database was restored from a backup without saying so. Start no move before that is put "
         "right."
     )
+
+
+def _check_cell(row: RuntimeInstance, cells: Collection[int] | None) -> None:
+    if cells is not None and row.cell_id not in cells:
+        raise NotYourCell(
+            "This token is not for the cell that the instance serves. Use that cell's token."
+        )
 
 
 def _told(row: RuntimeInstance, told: int, now: datetime) -> dict[str, Any]:

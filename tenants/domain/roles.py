@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -20,6 +21,15 @@ class TokenRole(StrEnum):
     GATEWAY = "gateway"  # Reads the placement feed.
     TENANT = "tenant"  # Reads its own tenant's usage.
     OPERATOR = "operator"  # Acts under /api/v1/ops/ with the rights of its user.
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who asks something of the operator API, signed in or by a token, and what they may do."""
+
+    # What the audit calls them; services take it as `by`.
+    name: str
+    role: Role
 
 
 RANK = {Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}

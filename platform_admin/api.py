@@ -1,0 +1,242 @@
+"""The HTTP API under /api/v1/: who may call what, and one shape for every refusal.
+
+Runtimes, gateways and programs of operators come with a bearer token; a signed-in operator's
+page may call the operator part with its session cookie and the CSRF token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, cast
+
+from django.conf import settings
+from django.contrib.auth.models import User
+from django.core.exceptions import RequestDataTooBig
+from django.db import OperationalError
+from django.http import Http404, HttpRequest, HttpResponse
+from django.urls import URLPattern, URLResolver, re_path
+from ninja import NinjaAPI
+from ninja.errors import HttpError, ValidationError
+from ninja.security import APIKeyCookie, HttpBearer
+
+from durable.clock import database_now
+from durable.errors import Refused
+from migrations_app.api import router as moves_router
+from tenants import queries, services
+from tenants.api import Forbidden, ops_router, placement_router, require, runtime_router
+from tenants.domain.requests import request_id
+from tenants.domain.roles import Actor, Role, TokenRole
+from tenants.models import Token
+
+log = logging.getLogger(__name__)
+
+# How long a token's row may be taken from memory: a revoked one opens nothing afterwards.
+TOKEN_SECONDS = 1.0
+TOKENS_KEPT = 10_000
+# Errors of validation that one answer names.
+ERRORS_SHOWN = 5
+
+
+class TokenCache:
+    """The rows of tokens in use, for a second each, so that a poll needs no look-up of its own.
+
+    Only tokens that were found are kept, under their digest: no secret stays in memory, and a
+    flood of wrong ones takes no room.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[float, Token]] = {}
+
+    def find(self, secret: str) -> Token | None:
+        """Return the token that this secret opens, at most a second old, or None."""
+        key = queries.digest(secret)
+        kept = self._kept.get(key)
+        moment = time.monotonic()
+        if kept is not None and moment < kept[0]:
+            return kept[1]
+        now = database_now()
+        token = queries.token_for(secret, now=now)
+        if token is None:
+            self._kept.pop(key, None)
+            return None
+        services.note_token_use(token, now=now)
+        if len(self._kept) >= TOKENS_KEPT:
+            self._kept.clear()
+        # Counted from before the row was read, so that it is never older than it seems.
+        self._kept[key] = (moment + TOKEN_SECONDS, token)
+        return token
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+
+
+tokens = TokenCache()
+
+
+class _RoleToken(HttpBearer):
+    """A bearer token of one role. A token of another is known and not allowed: 403, not 401."""
+
+    role: TokenRole
+
+    def authenticate(self, request: HttpRequest, token: str) -> Token | None:
+        found = tokens.find(token)
+        if found is not None and found.role != self.role:
+            raise Forbidden(
+                f"This needs a {self.role} token; {found.name} is a {found.role} token. Ask an "
+                "admin for the right one."
+            )
+        return found
+
+
+class RuntimeToken(_RoleToken):
+    role = TokenRole.RUNTIME
+
+
+class GatewayToken(_RoleToken):
+    role = TokenRole.GATEWAY
+
+
+class OperatorToken(_RoleToken):
+    """Acts with the rights that its user has now."""
+
+    role = TokenRole.OPERATOR
+
+    def authenticate(self, request: HttpRequest, token: str) -> Any:
+        found = super().authenticate(request, token)
+        if found is None or found.user is None:
+            return None
+        request.user = found.user
+        name = f"{found.user.get_username()} (token {found.name})"
+        return _actor(request, name[: services.WHO_MAX])
+
+
+class SignedIn(APIKeyCookie):
+    """A person's session; what changes something needs the CSRF token beside it."""
+
+    param_name = settings.SESSION_COOKIE_NAME
+
+    def __call__(self, request: HttpRequest) -> Actor | None:
+        # A wrong token isn't made good by a cookie; and without a session there is nothing
+        # that CSRF would protect: 401, not 403.
+        if "Authorization" in request.headers or not request.user.is_authenticated:
+            return None
+        return cast("Actor | None", super().__call__(request))
+
+    def authenticate(self, request: HttpRequest, key: str | None) -> Actor:
+        return _actor(request, request.user.get_username())
+
+
+def _actor(request: HttpRequest, name: str) -> Actor:
+    """Return who asks; what only reads needs a viewer, anything else an operator at least."""
+    role = queries.role_of(cast(User, request.user))
+    if role is None:
+        raise Forbidden(f"{name} has no role here. Ask an admin to be made a viewer or more.")
+    request.auth = actor = Actor(name, role)  # type: ignore[attr-defined]
+    # Here and not in each function, so that none can forget it.
+    require(request, Role.VIEWER if request.method in {"GET", "HEAD"} else Role.OPERATOR)
+    return actor
+
+
+class Api(NinjaAPI):
+    """Ninja, behind its own authentication instead of the pages' redirect to the sign-in."""
+
+    def _get_urls(self) -> list[URLResolver | URLPattern]:
+        patterns = [*super()._get_urls(), re_path("", _nothing_here)]
+        for pattern in patterns:
+            pattern.callback.login_required = False
+        return patterns
+
+
+def _nothing_here(request: HttpRequest) -> HttpResponse:
+    detail = "There is nothing at this address. The document is at /api/v1/openapi.json."
+    return _error(request, 404, "not_found", detail)
+
+
+api = Api(
+    title="Switchyard",
+    version="1",
+    description=__doc__ or "",
+    urls_namespace="api",
+    # The document is public: it says how to ask, not what there is. Its viewer would need
+    # scripts from elsewhere, which the Content-Security-Policy refuses.
+    docs_url=None,
+)
+api.add_router("/runtime", runtime_router, auth=RuntimeToken())
+api.add_router("/placement", placement_router, auth=GatewayToken())
+operators = [OperatorToken(), SignedIn()]
+api.add_router("/ops/moves", moves_router, auth=operators)
+api.add_router("/ops", ops_router, auth=operators)
+
+
+def _error(
+    request: HttpRequest,
+    status: int,
+    error: str,
+    detail: str,
+    retry_after_seconds: float | None = None,
+) -> HttpResponse:
+    body = {"error": error, "detail": detail, "retry_after_seconds": retry_after_seconds}
+    response = api.create_response(request, body, status=status)
+    if retry_after_seconds is not None:
+        response["Retry-After"] = str(max(1, round(retry_after_seconds)))
+    return response
+
+
+@api.exception_handler(Refused)
+def _refused(request: HttpRequest, error: Refused) -> HttpResponse:
+    status = getattr(error, "status", 409)
+    return _error(request, status, error.code, str(error), error.retry_after_seconds)
+
+
+@api.exception_handler(ValidationError)
+def _invalid(request: HttpRequest, error: ValidationError) -> HttpResponse:
+    # Where and why, never what: an input may hold a secret.
+    named = [
+        f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
+        for one in error.errors[:ERRORS_SHOWN]
+    ]
+    if more := len(error.errors) - len(named):
+        named.append(f"and {more} more")
+    return _error(request, 422, "invalid", "; ".join(named))
+
+
+@api.exception_handler(HttpError)
+def _http(request: HttpRequest, error: HttpError) -> HttpResponse:
+    words = {400: "bad_request", 401: "unauthorized", 403: "forbidden", 429: "too_many_requests"}
+    detail = str(error)
+    if error.status_code == 401:
+        detail = (
+            "Send a bearer token that is in force, or sign in. An expired or revoked one opens "
+            "nothing."
+        )
+    response = _error(request, error.status_code, words.get(error.status_code, "error"), detail)
+    if error.status_code == 401:
+        response["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+@api.exception_handler(Http404)
+def _not_found(request: HttpRequest, error: Http404) -> HttpResponse:
+    return _error(request, 404, "not_found", "There is no such row.")
+
+
+@api.exception_handler(RequestDataTooBig)
+def _too_big(request: HttpRequest, error: RequestDataTooBig) -> HttpResponse:
+    limit = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+    return _error(request, 413, "too_big", f"A request may have {limit:,} bytes. Send less.")
+
+
+@api.exception_handler(OperationalError)
+def _database(request: HttpRequest, error: OperationalError) -> HttpResponse:
+    log.error("The database failed under %s: %s", request.path, error)
+    detail = "The database does not answer just now. Try again."
+    return _error(request, 503, "database_unavailable", detail, 1)
+
+
+@api.exception_handler(Exception)
+def _failed(request: HttpRequest, error: Exception) -> HttpResponse:
+    log.exception("%s %s failed (request %s)", request.method, request.path, request_id.get())
+    detail = f"This is our mistake. The log has it under request {request_id.get()}."
+    return _error(request, 500, "internal", detail)

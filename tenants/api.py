@@ -1,0 +1,771 @@
+"""The wire: what runtimes, gateways and operators' programs ask of this app.
+
+Field names here are the contract; the OpenAPI document is made from this file. Unknown fields are
+ignored on input, so that an old control plane takes a newer client.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+
+from django.contrib.auth.models import User
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest, HttpResponse
+from ninja import Router, Schema, Status
+from pydantic import AwareDatetime, BeforeValidator, Field
+
+from durable.clock import database_now
+from durable.errors import Refused
+from tenants import queries, services
+from tenants.domain.fence import cadence_ms
+from tenants.domain.reports import Dirty, Report, Usage
+from tenants.domain.roles import Actor, Role, TokenRole, allows
+from tenants.domain.versions import Version
+from tenants.models import Cell, Region, RuntimeInstance, Store, Tenant, Token
+
+runtime_router = Router(tags=["runtime"])
+placement_router = Router(tags=["gateway"])
+ops_router = Router(tags=["operators"])
+
+# Bounds of one report. What a client holds beyond them goes into its next one.
+MAX_TENANTS, MAX_USAGE, MAX_DIRTY, MAX_REASONS = 5_000, 1_000, 2_000, 20
+ID_MAX = 128
+PAGE = 500
+
+Row = TypeVar("Row", bound=Model)
+T = TypeVar("T")
+
+
+class NotFound(Refused):
+    """There is no such row."""
+
+    status = 404
+
+
+class Forbidden(Refused):
+    """The caller's role does not allow this."""
+
+    status = 403
+
+
+def require(request: HttpRequest, needed: Role) -> Actor:
+    """Return who asks. Raises Forbidden unless their role has the rights of `needed`."""
+    actor = cast(Actor, request.auth)  # type: ignore[attr-defined]
+    if not allows(actor.role, needed):
+        raise Forbidden(
+            f"This needs the role {needed}; {actor.name} is {actor.role}. Ask an admin for it."
+        )
+    return actor
+
+
+def _storable(value: Any) -> str | None:
+    """Return an id as it is, or None where the database could not hold it."""
+    fits = isinstance(value, str) and len(value) <= ID_MAX and "\0" not in value
+    # A lone surrogate is no text in any encoding.
+    return value if fits and not any("\ud800" <= c <= "\udfff" for c in value) else None
+
+
+# No NUL: PostgreSQL can't hold one, neither in text nor in JSON.
+Text = Annotated[str, Field(max_length=100, pattern=r"^[^\x00]*$")]
+Reason = Annotated[str, Field(max_length=2_000, pattern=r"^[^\x00]*$")]
+Slug = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+Count = Annotated[int, Field(ge=0, le=1_000_000)]
+Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+# A user or a session may have an id that we can't keep. It must not cost the whole report,
+# and with it the lease.
+Id = Annotated[str | None, BeforeValidator(_storable)]
+
+
+class Error(Schema):
+    """Every answer that is not a success."""
+
+    # A word for programs, such as "cell_is_full".
+    error: str
+    # A sentence for people: what, why, and what to do.
+    detail: str
+    # Null: asking again does not help before somebody changes something.
+    retry_after_seconds: float | None
+
+
+# --- runtimes -------------------------------------------------------------------------------
+
+
+class JoinIn(Schema):
+    cell: Slug
+    name: Annotated[Text, Field(min_length=1)]
+    build: Text = ""
+    # Random per process: tells a restart, or a forked child, from a repeated join.
+    boot: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]*$")]
+    # Past it the instance itself cuts a turn; a lapsed lease counts that much longer.
+    longest_turn_seconds: Seconds
+    longest_tool_seconds: Seconds = 0.0
+    plugins: Annotated[list[Text], Field(max_length=100)] = []
+    # Keys of the stores that it could open.
+    stores: Annotated[list[Text], Field(max_length=1_000)] = []
+    # The id that this same process had, if it joins anew.
+    replaces: Text | None = None
+
+
+class JoinOut(Schema):
+    instance: str
+    lease_seconds: float
+    poll_after_ms: int
+    epoch: str
+
+
+class StoreOut(Schema):
+    key: str
+    kind: str
+
+
+class ScopeOut(Schema):
+    version: int
+    # Null on a limit: no limit.
+    max_concurrent_runs: int | None
+    runs_per_second: float | None
+    daily_token_budget: int | None
+    max_model_calls_per_run: int | None
+    allowed_tools: list[str] | None
+    weight: float
+
+
+class EntryOut(Schema):
+    tenant: str
+    agent: str
+    app_name: str
+    tier: str
+    placement_version: str
+    accepts: Literal["all", "none", "existing", "new", "moved"]
+    # The cell that a tombstone names.
+    moved_to: str | None
+    store: StoreOut
+    runner_generation: int
+    scope: ScopeOut
+
+
+class PolicyOut(Schema):
+    version: str
+    # True: the entries replace everything that the instance holds.
+    full: bool
+    poll_after_ms: int
+    # Null: unchanged.
+    cell: dict[str, Any] | None
+    tenants: list[EntryOut]
+
+
+class UsageIn(Schema):
+    tenant: Slug
+    minute: AwareDatetime
+    turns: Count = 0
+    model_calls: Count = 0
+    tokens: Annotated[int, Field(ge=0, le=10**12)] = 0
+    refused: Annotated[dict[Text, Count], Field(max_length=MAX_REASONS)] = {}
+
+
+class DirtyIn(Schema):
+    tenant: Slug
+    user_id: Id = None
+    session_id: Id = None
+
+
+class ReportIn(Schema):
+    instance: Text
+    boot: Text
+    # Counts from 1; the next is exactly one more, a retry sends the same bytes.
+    seq: Annotated[int, Field(ge=1, le=2**53)]
+    # Empty while no policy is held.
+    applied_version: Text = ""
+    # Read together with applied_version, under the lock that admission takes. Absent: 0.
+    in_flight: Annotated[dict[Slug, Count], Field(max_length=MAX_TENANTS)] = {}
+    in_flight_older: Annotated[dict[Slug, Count], Field(max_length=MAX_TENANTS)] = {}
+    usage: Annotated[list[UsageIn], Field(max_length=MAX_USAGE)] = []
+    dirty: Annotated[list[DirtyIn], Field(max_length=MAX_DIRTY)] = []
+
+
+class ReportOut(Schema):
+    # From now on; the client counts it from the moment it sent the report.
+    lease_seconds: float
+    grants: dict[str, float]
+    poll_after_ms: int
+    version: str
+
+
+@runtime_router.post("/instances", response={200: JoinOut, 403: Error, 409: Error})
+def join(request: HttpRequest, body: JoinIn) -> dict[str, Any]:
+    """Join a cell as a new instance. It serves nothing before its first full policy."""
+    cells = {cell.slug: cell for cell in _token(request).cells.all()}
+    if body.cell not in cells:
+        # Whether there is such a cell is nobody's business who may not serve it.
+        raise services.NotYourCell(
+            f"This token is not for a cell {body.cell}. Use that cell's token."
+        )
+    now = database_now()
+    cell = cells[body.cell]
+    row = services.join(
+        cell,
+        name=body.name,
+        build=body.build,
+        boot=body.boot,
+        longest_turn_seconds=body.longest_turn_seconds,
+        longest_tool_seconds=body.longest_tool_seconds,
+        plugins=body.plugins,
+        stores=body.stores,
+        replaces=body.replaces or None,
+        now=now,
+    )
+    return {
+        "instance": row.key,
+        "lease_seconds": (row.lease_until - now).total_seconds(),
+        "poll_after_ms": cadence_ms(cell.fast_until, now),
+        "epoch": queries.epoch(),
+    }
+
+
+@runtime_router.get(
+    "/policy", response={200: PolicyOut, 304: None, 403: Error, 410: Error}, summary="Policy"
+)
+def policy(request: HttpRequest, instance: Text, since: str = "") -> HttpResponse:
+    """Answer what changed in the instance's cell since version `since`; 304 if nothing did."""
+    asking = services.poll(instance, cells=_cells(request), now=database_now())
+    changed = queries.policy(asking, since=since)
+    cadence = asking.instance.poll_after_ms
+    if changed is None:
+        return _versioned(None, asking.version, cadence)
+    body = {
+        "version": str(changed.version),
+        "full": changed.full,
+        "poll_after_ms": cadence,
+        "cell": changed.cell,
+        "tenants": changed.tenants,
+    }
+    return _versioned(body, changed.version, cadence)
+
+
+@runtime_router.post("/reports", response={200: ReportOut, 403: Error, 409: Error, 410: Error})
+def report(request: HttpRequest, body: ReportIn) -> dict[str, Any]:
+    """Take one report. It renews the lease; 409 seq_gap and 410 instance_gone mean: join anew."""
+    said = Report(
+        instance=body.instance,
+        boot=body.boot,
+        seq=body.seq,
+        applied_version=body.applied_version,
+        in_flight=body.in_flight,
+        in_flight_older=body.in_flight_older,
+        usage=tuple(
+            Usage(
+                tenant=line.tenant,
+                minute=line.minute.astimezone(UTC),
+                turns=line.turns,
+                model_calls=line.model_calls,
+                tokens=line.tokens,
+                refused=line.refused,
+            )
+            for line in body.usage
+        ),
+        dirty=tuple(
+            Dirty(line.tenant, line.user_id, line.session_id)
+            for line in body.dirty
+            if line.user_id is not None and line.session_id is not None
+        ),
+    )
+    answer = services.report(said, cells=_cells(request), now=database_now())
+    return {
+        "lease_seconds": answer.lease_seconds,
+        "grants": {},
+        "poll_after_ms": answer.poll_after_ms,
+        "version": str(answer.version),
+    }
+
+
+@runtime_router.delete("/instances/{instance}", response={204: None, 403: Error, 410: Error})
+def leave(request: HttpRequest, instance: Text) -> HttpResponse:
+    """Leave, after the instance's own drain. May be said twice."""
+    services.leave(instance, cells=_cells(request), now=database_now())
+    return HttpResponse(status=204)
+
+
+# --- gateways -------------------------------------------------------------------------------
+
+
+class PlacementOut(Schema):
+    tenant: str
+    app_name: str
+    cell: str
+    cell_url: str
+    store: str
+    placement_version: str
+    # Null: not split.
+    sides: None
+    home_region: str
+    fail_mode: Literal["closed", "open"]
+
+
+class FeedOut(Schema):
+    version: str
+    # True: the rows replace everything that the gateway holds.
+    full: bool
+    tenants: list[PlacementOut]
+
+
+@placement_router.get("", response={200: FeedOut, 304: None}, summary="Placement feed")
+def placement(request: HttpRequest, since: str = "") -> HttpResponse:
+    """Answer where tenants live, as far as it changed since version `since`; 304 if it did not."""
+    feed = queries.placement_feed(since=since)
+    if feed is None:
+        # Nothing changed, so what the caller has is the version.
+        return _answer(None, {"ETag": f'"{since}"'})
+    body = {"version": str(feed.version), "full": feed.full, "tenants": feed.tenants}
+    return _answer(body, {"ETag": f'"{feed.version}"'})
+
+
+def _token(request: HttpRequest) -> Token:
+    return cast(Token, request.auth)  # type: ignore[attr-defined]
+
+
+def _cells(request: HttpRequest) -> frozenset[int]:
+    return frozenset(cell.pk for cell in _token(request).cells.all())
+
+
+def _versioned(body: dict[str, Any] | None, version: Version, cadence: int) -> HttpResponse:
+    return _answer(body, {"ETag": f'"{version}"', "Poll-After-Ms": str(cadence)})
+
+
+def _answer(body: dict[str, Any] | None, headers: dict[str, str]) -> HttpResponse:
+    """Return JSON as it is, or 304: it is ours and was checked when it was published."""
+    if body is None:
+        return HttpResponse(status=304, headers=headers)
+    content = json.dumps(body, separators=(",", ":"))
+    return HttpResponse(content, content_type="application/json", headers=headers)
+
+
+# --- operators ------------------------------------------------------------------------------
+
+
+class RegionIn(Schema):
+    slug: str
+    name: str
+
+
+class RegionOut(Schema):
+    slug: str
+    name: str
+
+
+class CellIn(Schema):
+    slug: str
+    region: Slug
+    url: str = ""
+    quota_tokens_per_minute: int | None = None
+
+
+class QuotaIn(Schema):
+    tokens_per_minute: int
+
+
+class UrlIn(Schema):
+    url: str
+    reason: Reason = ""
+
+
+class CellOut(Schema):
+    slug: str
+    region: str
+    url: str
+    policy_version: str
+    quota_tokens_per_minute: int | None
+    # Null: the quota is only assumed, and no tenant may be placed here.
+    quota_verified_at: datetime | None
+    quota_verified_by: str
+    # Null: nothing moves.
+    fast_until: datetime | None
+
+
+class OpsStoreIn(Schema):
+    key: str
+    region: Slug
+    kind: str
+    # "env:NAME" or "file:/path", never the address itself.
+    address_from: str
+
+
+class OpsStoreOut(Schema):
+    key: str
+    region: str
+    kind: str
+    address_from: str
+    # Null: never surveyed.
+    surveyed_at: datetime | None
+
+
+class TenantIn(Schema):
+    slug: str
+    name: str
+    app_name: str
+    cell: Slug
+    store: Slug
+    time_zone: str = "UTC"
+    weight: float = 1.0
+    tier: str = "pooled"
+
+
+class TenantOut(Schema):
+    slug: str
+    name: str
+    app_name: str
+    agent: str
+    time_zone: str
+    weight: float
+    tier: str
+    cell: str
+    store: str
+    placement_version: str
+    # What its cell was last told: all or none while it lives there.
+    accepts: str
+
+
+class InstanceOut(Schema):
+    instance: str
+    name: str
+    cell: str
+    build: str
+    stores: list[str]
+    plugins: list[str]
+    joined_at: datetime
+    lease_until: datetime
+    polled_at: datetime | None
+    reported_at: datetime | None
+    # Empty: nothing applied yet.
+    applied_version: str
+    in_flight: dict[str, int]
+    # Null: alive as far as is known.
+    gone_at: datetime | None
+    gone_why: str
+
+
+class WhyIn(Schema):
+    reason: Reason = ""
+
+
+class TokenIn(Schema):
+    name: str
+    role: TokenRole
+    cells: Annotated[list[Slug], Field(max_length=1_000)] = []
+    tenant: Slug | None = None
+    # For role operator: the signed-in user that makes it, and nobody else.
+    expires_at: AwareDatetime
+
+
+class TokenOut(Schema):
+    id: int
+    name: str
+    prefix: str
+    role: str
+    cells: list[str]
+    tenant: str | None
+    user: str | None
+    created_at: datetime
+    created_by: str
+    expires_at: datetime
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+
+class NewTokenOut(TokenOut):
+    # Shown this once, kept nowhere.
+    secret: str
+
+
+class PageOut(Schema, Generic[T]):
+    items: list[T]
+    # Give it as `after` for the rest. Null: that was all.
+    next: str | None
+
+
+@ops_router.get("/regions", response=PageOut[RegionOut])
+def regions(request: HttpRequest, after: Text = "") -> dict[str, Any]:
+    """List regions."""
+    return _page(Region.objects.all(), "slug", after, _region)
+
+
+@ops_router.post("/regions", response={201: RegionOut, 403: Error, 409: Error})
+def add_region(request: HttpRequest, body: RegionIn) -> Status:
+    """Register a region (admin)."""
+    by = require(request, Role.ADMIN).name
+    return _made(_region(services.add_region(body.slug, name=body.name, by=by, now=database_now())))
+
+
+@ops_router.get("/cells", response=PageOut[CellOut])
+def cells(request: HttpRequest, after: Text = "") -> dict[str, Any]:
+    """List cells."""
+    return _page(Cell.objects.select_related("region"), "slug", after, _cell)
+
+
+@ops_router.post("/cells", response={201: CellOut, 403: Error, 404: Error, 409: Error})
+def add_cell(request: HttpRequest, body: CellIn) -> Status:
+    """Register a cell (admin). Its quota is only assumed until it has been verified."""
+    cell = services.add_cell(
+        body.slug,
+        region=_get(Region, "region", slug=body.region),
+        url=body.url,
+        quota_tokens_per_minute=body.quota_tokens_per_minute,
+        by=require(request, Role.ADMIN).name,
+        now=database_now(),
+    )
+    return _made(_cell(cell))
+
+
+@ops_router.post("/cells/{slug:slug}/quota", response={200: CellOut, 403: Error, 404: Error})
+def verify_quota(request: HttpRequest, slug: str, body: QuotaIn) -> dict[str, Any]:
+    """Record a model quota that was looked up at the provider (admin)."""
+    cell = services.verify_quota(
+        _get(Cell, "cell", slug=slug),
+        tokens_per_minute=body.tokens_per_minute,
+        by=require(request, Role.ADMIN).name,
+        now=database_now(),
+    )
+    return _cell(cell)
+
+
+@ops_router.post("/cells/{slug:slug}/url", response={200: CellOut, 403: Error, 404: Error})
+def set_cell_url(request: HttpRequest, slug: str, body: UrlIn) -> dict[str, Any]:
+    """Change where gateways forward the cell's turns to (admin)."""
+    cell = services.set_cell_url(
+        _get(Cell, "cell", slug=slug),
+        url=body.url,
+        by=require(request, Role.ADMIN).name,
+        reason=body.reason,
+        now=database_now(),
+    )
+    return _cell(cell)
+
+
+@ops_router.get("/stores", response=PageOut[OpsStoreOut])
+def stores(request: HttpRequest, after: Text = "") -> dict[str, Any]:
+    """List stores. Their addresses are references; the addresses themselves are nowhere here."""
+    return _page(Store.objects.select_related("region"), "key", after, _store)
+
+
+@ops_router.post("/stores", response={201: OpsStoreOut, 403: Error, 404: Error, 409: Error})
+def add_store(request: HttpRequest, body: OpsStoreIn) -> Status:
+    """Register a store by reference (admin)."""
+    store = services.add_store(
+        body.key,
+        region=_get(Region, "region", slug=body.region),
+        kind=body.kind,
+        address_from=body.address_from,
+        by=require(request, Role.ADMIN).name,
+        now=database_now(),
+    )
+    return _made(_store(store))
+
+
+@ops_router.get("/tenants", response=PageOut[TenantOut])
+def tenants(request: HttpRequest, after: Text = "") -> dict[str, Any]:
+    """List tenants with their homes."""
+    current = queries.epoch()
+    return _page(_tenants(), "slug", after, lambda tenant: _tenant(tenant, current))
+
+
+@ops_router.post("/tenants", response={201: TenantOut, 403: Error, 404: Error, 409: Error})
+def add_tenant(request: HttpRequest, body: TenantIn) -> Status:
+    """Register a tenant, place it and publish it (admin)."""
+    tenant = services.add_tenant(
+        body.slug,
+        name=body.name,
+        app_name=body.app_name,
+        cell=_get(Cell, "cell", slug=body.cell),
+        store=_get(Store, "store", key=body.store),
+        time_zone=body.time_zone,
+        weight=body.weight,
+        tier=body.tier,
+        by=require(request, Role.ADMIN).name,
+        now=database_now(),
+    )
+    return _made(_tenant(_tenants().get(pk=tenant.pk), queries.epoch()))
+
+
+@ops_router.get("/tenants/{slug:slug}", response={200: TenantOut, 404: Error})
+def tenant(request: HttpRequest, slug: str) -> dict[str, Any]:
+    """Answer one tenant with its home."""
+    found = _tenants().filter(slug=slug).first()
+    if found is None:
+        raise NotFound(f"There is no tenant {slug}. Look for it in the list.")
+    return _tenant(found, queries.epoch())
+
+
+@ops_router.get("/instances", response={200: PageOut[InstanceOut], 404: Error})
+def instances(
+    request: HttpRequest, cell: Slug | None = None, alive: bool = True, after: Text = ""
+) -> dict[str, Any]:
+    """List runtime instances, of one cell or of all; with alive=false the gone ones too."""
+    rows = RuntimeInstance.objects.select_related("cell")
+    if cell is not None:
+        rows = rows.filter(cell=_get(Cell, "cell", slug=cell))
+    if alive:
+        rows = rows.filter(gone_at=None)
+    return _page(rows, "key", after, _instance)
+
+
+@ops_router.post(
+    "/instances/{slug:key}/dead", response={200: InstanceOut, 403: Error, 404: Error, 409: Error}
+)
+def declare_dead(request: HttpRequest, key: str, body: WhyIn) -> dict[str, Any]:
+    """Declare an instance dead, so that no fence waits for it (operator, with a reason)."""
+    row = services.declare_dead(
+        _get(RuntimeInstance, "instance", key=key),
+        by=require(request, Role.OPERATOR).name,
+        reason=body.reason,
+        now=database_now(),
+    )
+    return _instance(row)
+
+
+@ops_router.get("/tokens", response={200: PageOut[TokenOut], 403: Error})
+def tokens(request: HttpRequest, after: int = 0) -> dict[str, Any]:
+    """List tokens (admin). Secrets are kept nowhere."""
+    require(request, Role.ADMIN)
+    rows = Token.objects.select_related("tenant", "user").prefetch_related("cells")
+    return _page(rows, "pk", after, _token_row)
+
+
+@ops_router.post("/tokens", response={201: NewTokenOut, 403: Error, 404: Error, 409: Error})
+def make_token(request: HttpRequest, body: TokenIn) -> Status:
+    """Make a token (admin). The answer is the only time its secret is shown."""
+    by = require(request, Role.ADMIN).name
+    token, secret = services.make_token(
+        body.name,
+        role=body.role,
+        cells=[_get(Cell, "cell", slug=slug) for slug in sorted(set(body.cells))],
+        tenant=_get(Tenant, "tenant", slug=body.tenant) if body.tenant else None,
+        # Nobody makes a token that acts for somebody else.
+        user=cast(User, request.user) if body.role is TokenRole.OPERATOR else None,
+        expires_at=body.expires_at,
+        by=by,
+        now=database_now(),
+    )
+    return _made({**_token_row(token), "secret": secret})
+
+
+@ops_router.post(
+    "/tokens/{int:token_id}/revoke",
+    response={200: TokenOut, 403: Error, 404: Error, 409: Error},
+)
+def revoke_token(request: HttpRequest, token_id: int, body: WhyIn) -> dict[str, Any]:
+    """Revoke a token (admin). It opens nothing from a second later."""
+    by = require(request, Role.ADMIN).name
+    token = _get(Token, "token", pk=token_id)
+    return _token_row(services.revoke_token(token, by=by, reason=body.reason, now=database_now()))
+
+
+def _made(row: dict[str, Any]) -> Status:
+    return Status(201, row)
+
+
+def _get(model: type[Row], what: str, **key: Any) -> Row:
+    row = model._default_manager.filter(**key).first()
+    if row is None:
+        raise NotFound(f"There is no {what} {next(iter(key.values()))}. Look for it in the list.")
+    return row
+
+
+def _page(
+    rows: QuerySet[Row], key: str, after: str | int, shown: Callable[[Row], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return up to PAGE rows past `after` in the order of `key`, which is unique."""
+    found = list(rows.filter(**{f"{key}__gt": after}).order_by(key)[: PAGE + 1])
+    more = len(found) > PAGE
+    return {
+        "items": [shown(row) for row in found[:PAGE]],
+        "next": str(getattr(found[PAGE - 1], key)) if more else None,
+    }
+
+
+def _tenants() -> QuerySet[Tenant]:
+    return Tenant.objects.select_related(
+        "agent", "placement__cell", "placement__store"
+    ).prefetch_related("entries")
+
+
+def _region(row: Region) -> dict[str, Any]:
+    return {"slug": row.slug, "name": row.name}
+
+
+def _cell(row: Cell) -> dict[str, Any]:
+    return {
+        "slug": row.slug,
+        "region": row.region.slug,
+        "url": row.url,
+        "policy_version": str(row.policy_version),
+        "quota_tokens_per_minute": row.quota_tokens_per_minute,
+        "quota_verified_at": row.quota_verified_at,
+        "quota_verified_by": row.quota_verified_by,
+        "fast_until": row.fast_until,
+    }
+
+
+def _store(row: Store) -> dict[str, Any]:
+    return {
+        "key": row.key,
+        "region": row.region.slug,
+        "kind": row.kind,
+        "address_from": row.address_from,
+        "surveyed_at": row.surveyed_at,
+    }
+
+
+def _tenant(row: Tenant, epoch: str) -> dict[str, Any]:
+    home = row.placement
+    accepts = [entry.accepts for entry in row.entries.all() if entry.cell_id == home.cell_id]
+    return {
+        "slug": row.slug,
+        "name": row.name,
+        "app_name": row.app_name,
+        "agent": row.agent.slug,
+        "time_zone": row.time_zone,
+        "weight": row.weight,
+        "tier": row.tier,
+        "cell": home.cell.slug,
+        "store": home.store.key,
+        "placement_version": str(Version(epoch, home.placement_version)),
+        "accepts": accepts[0],
+    }
+
+
+def _instance(row: RuntimeInstance) -> dict[str, Any]:
+    applied = Version(row.applied_epoch, row.applied_version)
+    return {
+        "instance": row.key,
+        "name": row.name,
+        "cell": row.cell.slug,
+        "build": row.build,
+        "stores": row.stores,
+        "plugins": row.plugins,
+        "joined_at": row.joined_at,
+        "lease_until": row.lease_until,
+        "polled_at": row.polled_at,
+        "reported_at": row.reported_at,
+        "applied_version": str(applied) if row.applied_epoch else "",
+        "in_flight": row.in_flight,
+        "gone_at": row.gone_at,
+        "gone_why": row.gone_why,
+    }
+
+
+def _token_row(row: Token) -> dict[str, Any]:
+    return {
+        "id": row.pk,
+        "name": row.name,
+        "prefix": row.prefix,
+        "role": row.role,
+        "cells": sorted(cell.slug for cell in row.cells.all()),
+        "tenant": row.tenant.slug if row.tenant is not None else None,
+        "user": row.user.get_username() if row.user is not None else None,
+        "created_at": row.created_at,
+        "created_by": row.created_by,
+        "expires_at": row.expires_at,
+        "last_used_at": row.last_used_at,
+        "revoked_at": row.revoked_at,
+    }
