@@ -12,6 +12,7 @@ import pytest
 from django.core.management import call_command
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPORTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
 APPS = ("platform_admin", "migrations_app", "shifts", "capacity", "tenants", "durable")
 
 
@@ -27,9 +28,14 @@ def test_imports_keep_the_contracts() -> None:
 
 
 def test_each_package_is_under_the_contracts() -> None:
-    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages - {"bench", "tests"} == set(named["root_packages"])
+    assert packages - {"bench", "tests"} == set(IMPORTS["root_packages"])
+
+
+def test_each_domain_is_kept_free_of_frameworks() -> None:
+    [free] = [c for c in IMPORTS["contracts"] if c["type"] == "forbidden"]
+    domains = {f"{path.parts[-3]}.domain" for path in ROOT.glob("*/domain/__init__.py")}
+    assert domains <= set(free["source_modules"])
 
 
 @pytest.mark.parametrize("app", APPS)

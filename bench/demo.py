@@ -1,0 +1,310 @@
+"""`make demo`: one tenant moves between two stores while agents keep talking to it.
+
+Everything runs on this machine, below ./var/demo, made afresh each time: SQLite, Celery's
+filesystem broker, real web, worker and beat processes, and agent processes with real
+google-adk Runners. At the end every event that a client was told of is looked for in the
+store where its tenant then lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.servers import free_port
+from platform_admin.processes import KeepsDying, Supervisor, installation
+
+if TYPE_CHECKING:
+    from bench.audit_events import Verdict
+    from bench.scene import Scene
+    from migrations_app.models import TenantMigration
+
+HOME = Path(__file__).resolve().parent.parent / "var" / "demo"
+MOVED, TARGET_CELL, TARGET_STORE = "acme", "cell-eu1-b", "store-eu1-b"
+FLEETS = ("agents-1", "agents-2")
+# 100 sessions take eight seconds: fast for a demo, slow enough to be watched.
+PACE_PER_SECOND = 12.0
+SOAK_SECONDS = 5.0
+# A killed worker costs this much, not more.
+LEASE_SECONDS = 15.0
+# Traffic before the move, so that there is something to keep.
+WARM_SECONDS = 3.0
+FILL_SECONDS, READY_SECONDS, MOVE_SECONDS = 180.0, 60.0, 300.0
+# A refusal is told to a client a moment after the fence, by the client's own clock.
+SLACK_SECONDS = 2.0
+
+
+class DemoFailed(Exception):
+    """The demo can't go on; the message says why, in words for whoever started it."""
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--once", action="store_true", help="exit when the migration has ended")
+    once = options.parse_args().once
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        with _alone():
+            return _run(once)
+    except KeyboardInterrupt:
+        print("\nStopped.")
+        return 130 if once else 0
+    except (DemoFailed, KeepsDying) as error:
+        print(f"\nThe demo failed: {error}", file=sys.stderr)
+        return 1
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    HOME.parent.mkdir(parents=True, exist_ok=True)
+    with (HOME.parent / "demo.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DemoFailed(f"another one is running in {HOME}.") from None
+        yield
+
+
+def _run(once: bool) -> int:
+    began, port = time.monotonic(), free_port()
+    address = f"http://127.0.0.1:{port}"
+    scene = _prepare()
+    from durable.clock import database_now
+
+    with Supervisor(HOME / "log") as supervisor:
+        tokens = scene.onboard(now=database_now())
+        user, password = _sign_in()
+        print(f"Three tenants in two cells over two stores. Logs are in {HOME / 'log'}.")
+        supervisor.start(*installation(port), *scene.fills())
+        _fill(supervisor, scene)
+        _wait_for_web(supervisor, address)
+        supervisor.start(*scene.fleets(FLEETS, address=address, tokens=tokens, think_seconds=0.6))
+        _warm(supervisor, scene)
+        move = _start_move()
+        _watch(supervisor, move)
+        supervisor.stop(*FLEETS)
+        verdict = _count(supervisor, scene, move)
+        print(f"{time.monotonic() - began:.0f} s in all.")
+        print(verdict, flush=True)
+        if once:
+            return 0 if verdict.clean else 1
+        supervisor.start(*scene.fleets(FLEETS, address=address, tokens=tokens, think_seconds=2.0))
+        print(f"\n{address}/   sign in as {user}, password {password}")
+        print("The agents talk on: move another tenant. Ctrl-C ends everything.", flush=True)
+        while True:
+            _tend(supervisor)
+            time.sleep(0.25)
+
+
+def _prepare() -> Scene:
+    """Make the home and the schema afresh, and set this process up as one of the demo's."""
+    shutil.rmtree(HOME, ignore_errors=True)
+    (HOME / "stores").mkdir(parents=True)
+    os.environ.update(
+        {
+            "DJANGO_SETTINGS_MODULE": "platform_admin.settings",
+            "SWITCHYARD_HOME": str(HOME),
+            # The embedded default, whatever this shell is set up for.
+            "DATABASE_URL": f"sqlite:///{HOME / 'switchyard.sqlite3'}",
+            "REDIS_URL": "",
+            "DURABLE_LEASE_SECONDS": str(LEASE_SECONDS),
+            # google-adk announces its experimental parts; a log is for what one can act on.
+            "PYTHONWARNINGS": "ignore",
+        }
+    )
+    import django
+    from django.core.management import call_command
+
+    django.setup()
+    from bench.scene import Resident, Scene
+
+    scene = Scene(
+        home=HOME,
+        stores={
+            f"store-eu1-{letter}": f"sqlite+aiosqlite:///{HOME / 'stores' / letter}.db"
+            for letter in "ab"
+        },
+        cells={"store-eu1-a": "cell-eu1-a", "store-eu1-b": "cell-eu1-b"},
+        # 500 filled turns.
+        residents=(
+            Resident(MOVED, "support", "store-eu1-a", sessions=100, clients=2),
+            Resident("bolt", "support", "store-eu1-a", sessions=25, weight=4.0),
+            Resident("core", "billing", "store-eu1-b", sessions=125),
+        ),
+    )
+    os.environ.update(scene.environment)
+    call_command("migrate", verbosity=0)
+    return scene
+
+
+def _sign_in() -> tuple[str, str]:
+    """Make an operator; return name and password."""
+    from django.contrib.auth.models import Group, User
+
+    from tenants.domain.roles import Role
+
+    password = secrets.token_urlsafe(9)
+    person = User.objects.create_user("operator", password=password)
+    person.groups.add(Group.objects.get_or_create(name=Role.OPERATOR)[0])
+    return person.username, password
+
+
+def _fill(supervisor: Supervisor, scene: Scene) -> None:
+    names = [process.name for process in scene.fills()]
+    with _Line() as line:
+        for _ in _until(supervisor, FILL_SECONDS, "filling two stores"):
+            turns = sum(path.read_bytes().count(b'"kind":"turn"') for path in scene.journals)
+            line.show(f"Filling two stores through google-adk: {turns} turns")
+            if not any(map(supervisor.running, names)):
+                return
+
+
+def _wait_for_web(supervisor: Supervisor, address: str) -> None:
+    for _ in _until(supervisor, READY_SECONDS, "the pages"):
+        try:
+            with urllib.request.urlopen(f"{address}/readyz", timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                raise DemoFailed(f"{address}/readyz answered {error.code}") from error
+        except OSError:
+            continue
+
+
+def _warm(supervisor: Supervisor, scene: Scene) -> None:
+    """Let agents talk for a while before anything moves."""
+    since: float | None = None
+    with _Line() as line:
+        for _ in _until(supervisor, READY_SECONDS, "the agents"):
+            journals = [HOME / "journal" / f"{name}.jsonl" for name in FLEETS]
+            talking = all(path.exists() and path.stat().st_size for path in journals)
+            line.show("Agents join and begin to talk")
+            since = (since or time.monotonic()) if talking else None
+            if since is not None and time.monotonic() - since > WARM_SECONDS:
+                return
+
+
+def _start_move() -> TenantMigration:
+    from durable.clock import database_now
+    from migrations_app import services
+    from tenants.models import Cell, Store, Tenant
+
+    return services.start(
+        Tenant.objects.get(slug=MOVED),
+        target_cell=Cell.objects.get(slug=TARGET_CELL),
+        target_store=Store.objects.get(key=TARGET_STORE),
+        by="operator",
+        reason="the demo moves a tenant",
+        now=database_now(),
+        automatic=True,
+        soak_seconds=SOAK_SECONDS,
+        pace_per_second=PACE_PER_SECOND,
+        offboard_automatically=True,
+    )
+
+
+def _watch(supervisor: Supervisor, move: TenantMigration) -> None:
+    """Show the move on one line until it has ended."""
+    from durable.clock import database_now
+    from migrations_app.domain.phases import ENDED
+
+    with _Line() as line:
+        for _ in _until(supervisor, MOVE_SECONDS, "the move to end"):
+            move.refresh_from_db()
+            line.show(_progress(move, database_now()), key=move.phase)
+            if move.phase in ENDED:
+                return
+
+
+def _progress(move: TenantMigration, now: datetime) -> str:
+    from migrations_app import panels
+
+    words = [f"{move} {MOVED} to {TARGET_STORE}: {move.phase.upper():<8}"]
+    if move.todo and move.phase not in ("done", "aborted"):
+        words.append(f"{move.done:,} of {move.todo:,}")
+        rate = panels.current_rate(move, now=now)
+        if rate and move.done < move.todo:
+            words.append(f"{rate:.0f}/s, {(move.todo - move.done) / rate:.0f} s left")
+    if move.fence_closed_at:
+        seconds = ((move.fence_opened_at or now) - move.fence_closed_at).total_seconds()
+        words.append(f"fence {'was closed' if move.fence_opened_at else 'closed'} {seconds:.1f} s")
+    if move.waiting_for:
+        words.append(move.waiting_for)
+    if move.failure:
+        words.append(move.failure)
+    return "  ".join(words)
+
+
+def _count(supervisor: Supervisor, scene: Scene, move: TenantMigration) -> Verdict:
+    from bench.audit_events import audit
+
+    for name, times in supervisor.restarts.items():
+        print(f"{name} died and was started again, {times} time(s).")
+    verdict = audit(scene.journals, scene.homes())
+    refused = sum(verdict.refused.values())
+    if move.fence_closed_at and move.fence_opened_at:
+        begin, end = move.fence_closed_at.timestamp(), move.fence_opened_at.timestamp()
+        outside = verdict.refused_outside(MOVED, begin, end + SLACK_SECONDS)
+        print(
+            f"{verdict.turns:,} turns; {refused} times a client was told to try again,"
+            f" {outside} of them while no fence was closed; {verdict.failed} turns failed."
+        )
+    for example in verdict.examples:
+        print(f"  {example}", file=sys.stderr)
+    return verdict
+
+
+def _until(supervisor: Supervisor, seconds: float, what: str) -> Iterator[None]:
+    """Yield every quarter of a second, keeping the children running; raise when it takes long."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        _tend(supervisor)
+        yield
+        time.sleep(0.25)
+    raise DemoFailed(f"waited {seconds:.0f} s for {what}. Logs are in {HOME / 'log'}.")
+
+
+def _tend(supervisor: Supervisor) -> None:
+    for name in supervisor.tend():
+        print(f"\n{name} had died and was started again.", flush=True)
+
+
+class _Line:
+    """One line that is written over in a terminal; elsewhere a line whenever its key changes."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._key: str | None = None
+        self._last = ""
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def show(self, text: str, key: str = "") -> None:
+        if self._terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{text[:width]:<{width}}", end="", flush=True)
+        elif key != self._key:
+            print(text, flush=True)
+        self._key, self._last = key, text
+
+    def __exit__(self, *exception: object) -> None:
+        print("" if self._terminal else self._last, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""The audit that every lossless claim rests on finds each kind of fault."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from bench.audit_events import Home, Verdict, audit
+from bench.journal import Journal, Line
+
+
+class World:
+    """A store with one session of one turn, and the journal of the client that held it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.database = sqlite3.connect(folder / "store.db", isolation_level=None)
+        self.database.execute(
+            "CREATE TABLE events (app_name, user_id, session_id, id, invocation_id, event_data)"
+        )
+        self.path = folder / "client.jsonl"
+        self.journal = Journal(self.path)
+        self.home = Home("support.acme", f"sqlite+aiosqlite:///{folder / 'store.db'}")
+        for name, author in (("e0", "user"), ("e1", "agent"), ("e2", "agent")):
+            self.store(name, author)
+        for name in ("e1", "e2"):
+            self.tell("event", id=name, store="a")
+        self.tell("turn", count=2)
+
+    def store(self, name: str, author: str, app: str = "support.acme") -> None:
+        self.database.execute(
+            "INSERT INTO events VALUES (?, 'u', 's', ?, 'i1', json_object('author', ?))",
+            (app, name, author),
+        )
+
+    def tell(self, kind: str, **more: object) -> None:
+        line = {"kind": kind, "at": 1.0, "tenant": "acme", "user": "u", "session": "s"}
+        self.journal.write(Line(**{**line, "invocation": "i1", **more}))  # type: ignore[arg-type]
+
+    def audit(self) -> Verdict:
+        return audit([self.path], {"acme": self.home})
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_all_that_was_acknowledged_is_found_the_users_own_event_too(world: World) -> None:
+    verdict = world.audit()
+    assert str(verdict) == "3 acknowledged, 3 found, 0 doubled"
+    assert verdict.clean
+
+
+@pytest.mark.parametrize(
+    "delete",
+    ["id = 'e1'", "id = 'e0'"],
+    ids=["one of the agent", "the user's"],
+)
+def test_a_lost_event_is_missing(world: World, delete: str) -> None:
+    world.database.execute(f"DELETE FROM events WHERE {delete}")
+    verdict = world.audit()
+    assert (verdict.found, verdict.clean) == (2, False)
+
+
+def test_an_event_of_another_app_is_no_substitute(world: World) -> None:
+    world.database.execute("DELETE FROM events WHERE id = 'e1'")
+    world.store("e1", "agent", app="support.bolt")
+    assert world.audit().missing == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "author"),
+    [("e1", "agent"), ("e9", "user"), ("e9", "agent")],
+    ids=["under its own id", "the user's under a new one", "an agent's under a new one"],
+)
+def test_an_event_that_is_there_twice_is_doubled(world: World, name: str, author: str) -> None:
+    world.store(name, author)
+    verdict = world.audit()
+    assert verdict.doubled >= 1
+    assert not verdict.clean
+
+
+def test_a_store_that_answers_after_another_has_taken_over_is_noticed(world: World) -> None:
+    for name, store in (("e3", "b"), ("e4", "a")):
+        world.store(name, "agent")
+        world.tell("event", id=name, store=store)
+    verdict = world.audit()
+    assert verdict.returned == 1
+    assert not verdict.clean
+
+
+def test_moving_once_is_no_fault(world: World) -> None:
+    world.store("e3", "user")
+    world.database.execute("UPDATE events SET invocation_id = 'i2' WHERE id = 'e3'")
+    world.store("e4", "agent")
+    world.database.execute("UPDATE events SET invocation_id = 'i2' WHERE id = 'e4'")
+    world.tell("event", id="e4", store="b", invocation="i2")
+    assert world.audit().clean
+
+
+def test_refusals_are_held_against_the_tenant_and_the_time_of_the_fence(world: World) -> None:
+    for at in (10.0, 20.0):
+        world.tell("refused", at=at, reason="Draining")
+    verdict = world.audit()
+    assert verdict.refused == {"Draining": 2}
+    assert verdict.refused_outside("acme", 5.0, 15.0) == 1
+    assert verdict.refused_outside("bolt", 5.0, 25.0) == 2
+
+
+def test_a_line_cut_short_by_a_kill_is_not_counted(world: World) -> None:
+    with world.path.open("a") as file:
+        file.write('{"kind":"event","at":2.0,"tenant":"acme","us')
+    assert world.audit().clean
+
+
+def test_an_audit_of_postgresql_reads_the_same(
+    world: World, store_url: str, tmp_path: Path
+) -> None:
+    import psycopg
+
+    with psycopg.connect(store_url) as connection:
+        connection.execute(
+            "CREATE TABLE events (app_name text, user_id text, session_id text, id text,"
+            " invocation_id text, event_data jsonb)"
+        )
+        for row in world.database.execute("SELECT * FROM events"):
+            connection.execute("INSERT INTO events VALUES (%s, %s, %s, %s, %s, %s)", row)
+    world.home = Home("support.acme", store_url.replace("://", "+psycopg://"))
+    assert str(world.audit()) == "3 acknowledged, 3 found, 0 doubled"
