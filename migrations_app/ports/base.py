@@ -9,13 +9,12 @@ database that went away, and the step is tried again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from durable.errors import Refused
-from durable.machine import Overtaken
 
 
 class Key(NamedTuple):
@@ -86,17 +85,23 @@ class Survey:
     users: int
     events: int
     interrupted: int
-    clock_skew_seconds: float  # the store's clock minus `now`
-    can_close: bool
-    stamps_see_edits: bool  # False on SQLite: an in-place edit is invisible
+    clock_skew_seconds: float  # the store's clock minus ours
+    can_close: bool  # our user may make the guard table and the closing trigger, or finds them
+    stamps_see_edits: bool  # False on SQLite: an in-place edit of an event is invisible
     findings: tuple[Finding, ...] = ()
+    dialect: str = ""  # "postgresql" or "sqlite"; `check_pair` compares it
+    has_app_state: bool = False  # a row of the app's own state, which counts as holding the app
+    # "events.event_data jsonb" and so on: what the tables really have, for `check_pair`.
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Counts:
+    """What a store holds of the tenant."""
+
     sessions: int
-    users: int
-    events: int
+    users: int  # users with a session or with state of their own
+    events: int  # of those sessions
 
 
 class StoreRefused(Refused):
@@ -131,6 +136,14 @@ class MixedPair(StoreRefused):
     """Not yet: source and target are of different kinds."""
 
 
+class ColumnsDiffer(StoreRefused):
+    """The source's tables have a column that the target's lack, or of another type."""
+
+
+class CannotHold(StoreRefused):
+    """The target refused a value of the source, or a row could not be read."""
+
+
 class GuardTaken(StoreRefused):
     """The guard row is not what was surveyed: another move got there first."""
 
@@ -139,6 +152,14 @@ class StoreBusy(StoreRefused):
     """Closing or guarding did not get its lock in time; worth another try."""
 
     retry_after_seconds = 0.2
+
+
+class StoreFailed(Exception):
+    """The database reported an error that none of the above explains.
+
+    Its message names the error's class and the table, never a value: what the
+    database itself says may quote a row.
+    """
 
 
 class SessionStore(Protocol):
@@ -172,7 +193,7 @@ class SessionStore(Protocol):
         """Shared state of these users; None asks for the app's."""
 
     def mark(self) -> str:
-        """One digest over every stamp and all shared state, in one snapshot: the high-water mark."""
+        """The high-water mark: one digest over all stamps and shared state, in one snapshot."""
 
     # --- guarding -----------------------------------------------------------------------
     def provision(self) -> None:

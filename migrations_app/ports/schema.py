@@ -1,0 +1,168 @@
+"""ADK's session tables, schema v1, as google-adk 2.13's DatabaseSessionService makes them.
+
+Written out here so that no port needs google-adk or SQLAlchemy. `tests/adk`
+compares them with the tables that the real service makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from migrations_app.ports.base import Finding, NotASessionStore, OldSchema
+
+VERSION = "1"
+TABLES = ("app_states", "user_states", "sessions", "events")
+# What ADK's columns hold at most; also what a move's own records hold.
+LONGEST_ID = 128
+
+# Column types by table: PostgreSQL's, SQLite's declared ones. {text} and the like are filled in.
+_TABLES: dict[str, tuple[str, ...]] = {
+    "app_states": (
+        "app_name VARCHAR(128) NOT NULL",
+        "state {json} NOT NULL",
+        "update_time {time} NOT NULL",
+        "PRIMARY KEY (app_name)",
+    ),
+    "user_states": (
+        "app_name VARCHAR(128) NOT NULL",
+        "user_id VARCHAR(128) NOT NULL",
+        "state {json} NOT NULL",
+        "update_time {time} NOT NULL",
+        "PRIMARY KEY (app_name, user_id)",
+    ),
+    "sessions": (
+        "app_name VARCHAR(128) NOT NULL",
+        "user_id VARCHAR(128) NOT NULL",
+        "id VARCHAR(128) NOT NULL",
+        "state {json} NOT NULL",
+        "create_time {time} NOT NULL",
+        "update_time {time} NOT NULL",
+        "PRIMARY KEY (app_name, user_id, id)",
+    ),
+    "events": (
+        "id VARCHAR(128) NOT NULL",
+        "app_name VARCHAR(128) NOT NULL",
+        "user_id VARCHAR(128) NOT NULL",
+        "session_id VARCHAR(128) NOT NULL",
+        "invocation_id VARCHAR(256) NOT NULL",
+        "timestamp {time} NOT NULL",
+        "event_data {json}",
+        "PRIMARY KEY (id, app_name, user_id, session_id)",
+        "FOREIGN KEY (app_name, user_id, session_id)"
+        " REFERENCES {prefix}sessions (app_name, user_id, id) ON DELETE CASCADE",
+    ),
+}
+_INDEX = (
+    "CREATE INDEX IF NOT EXISTS idx_events_app_user_session_ts_id"
+    " ON {prefix}events (app_name, user_id, session_id, timestamp DESC, id DESC)"
+)
+
+# Every column that ADK's classes know, by table.
+COLUMNS: dict[str, tuple[str, ...]] = {
+    table: tuple(
+        line.partition(" ")[0] for line in lines if not line.startswith(("PRIMARY", "FOREIGN"))
+    )
+    for table, lines in _TABLES.items()
+}
+
+
+def tables(dialect: str, missing: Iterable[str], *, prefix: str = "") -> list[str]:
+    """Return the statements that make these tables, ADK's index and its version row.
+
+    `prefix` qualifies names, such as `"public".`; the version's table comes first.
+    """
+    types = {
+        "postgresql": {"json": "JSONB", "time": "TIMESTAMP WITHOUT TIME ZONE"},
+        "sqlite": {"json": "TEXT", "time": "DATETIME"},
+    }[dialect]
+    wanted = set(missing)
+    made = [
+        f"CREATE TABLE IF NOT EXISTS {prefix}adk_internal_metadata"
+        ' ("key" VARCHAR(128) NOT NULL, value VARCHAR(256) NOT NULL, PRIMARY KEY ("key"))',
+        # Without this row ADK says "schema version not found"; with another value it reads as v0.
+        f"INSERT INTO {prefix}adk_internal_metadata VALUES ('schema_version', '{VERSION}')"
+        " ON CONFLICT DO NOTHING",
+    ]
+    for table in TABLES:
+        if table in wanted:
+            body = ", ".join(_TABLES[table]).format(prefix=prefix, **types)
+            made.append(f"CREATE TABLE IF NOT EXISTS {prefix}{table} ({body})")
+    if "events" in wanted:
+        made.append(_INDEX.format(prefix=prefix))
+    return made
+
+
+def check_version(
+    columns: Mapping[str, Collection[str]], *, has_metadata: bool, version: str | None, where: str
+) -> str:
+    """Return the schema's version, "" unless all of its tables exist; refuse all but v1.
+
+    `columns` are the columns of those ADK tables that exist. ADK's own rule: the
+    version row, and without its table v0 if events have `actions` and no `event_data`.
+    """
+    events = set(columns.get("events", ()))
+    if version == "0" or (not has_metadata and "actions" in events and "event_data" not in events):
+        raise OldSchema(
+            f"The tables of {where} are ADK's schema v0, which keeps pickles; they are never opened"
+            " here. Upgrade a copy first: adk migrate session --source_db_url=... --dest_db_url=..."
+            " Run it with TZ=UTC: where the host's zone is another one it shifts every event's time"
+            " by the offset and leaves the sessions' times."
+        )
+    if has_metadata and version is None:
+        raise NotASessionStore(
+            f"The table adk_internal_metadata of {where} has no row schema_version: the database is"
+            " malformed, and google-adk does not open it either."
+        )
+    if version not in (None, VERSION):
+        raise NotASessionStore(
+            f"The tables of {where} are of an ADK schema that this release does not know"
+            f" (it knows {VERSION}). Upgrade Switchyard, or choose another store."
+        )
+    for table, have in columns.items():
+        lacking = sorted(set(COLUMNS[table]) - set(have))
+        if lacking:
+            raise NotASessionStore(
+                f"The table {table} of {where} is not ADK's schema v1: it has no"
+                f" {', '.join(lacking)}."
+            )
+    return VERSION if set(columns) == set(TABLES) else ""
+
+
+def unknown_columns(
+    columns: Mapping[str, Collection[str]], required: Mapping[str, Collection[str]]
+) -> list[Finding]:
+    """Name the columns that ADK's classes don't know.
+
+    They go over where the target has them too (`check_pair`); a target's own
+    column blocks if no row could be written without a value for it (`required`).
+    """
+    found = []
+    for table, have in columns.items():
+        for column in sorted(set(have) - set(COLUMNS[table])):
+            needs = column in required.get(table, ())
+            found.append(
+                Finding(
+                    field=f"{table}.{column}",
+                    reason="google-adk does not know this column; it is copied where both stores"
+                    " have it" + (", and it is required without a default" if needs else ""),
+                    count=1,
+                    example="",
+                    blocks=needs,
+                )
+            )
+    return found
+
+
+def listed_columns(dialect: str) -> set[str]:
+    """Return the columns of the tables that `tables` makes, as a Survey lists them."""
+    kinds = {"VARCHAR(128)": "varchar", "VARCHAR(256)": "varchar", "{json}": "jsonb"}
+    listed = set()
+    for table, lines in _TABLES.items():
+        for line in lines[: len(COLUMNS[table])]:
+            name, kind = line.split(" ")[:2]
+            listed.add(
+                f"{table}.{name} {kinds.get(kind, 'timestamp')}"
+                if dialect == "postgresql"
+                else f"{table}.{name}"
+            )
+    return listed
