@@ -1,7 +1,7 @@
-"""What pages show of moves: rows read once, as frozen values.
+"""What the panels of pages show of moves: frozen values, computed from rows read at one moment.
 
-Every function takes `now`; a move is read with `seen`, so that all panels of one
-answer speak of one moment.
+A move is read with `seen`, so that all panels of one answer speak of one moment. What a
+worker asks is in `queries.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.core.paginator import Page, Paginator
-from django.db.models import Count, F, Q, QuerySet, Window
+from django.db.models import Count, Exists, F, OuterRef, Q, QuerySet, Window
 from django.db.models.functions import RowNumber
 
 from migrations_app import ports
@@ -31,10 +31,21 @@ from migrations_app.domain.phases import (
 from migrations_app.domain.quote import Quote
 from migrations_app.models import Mismatch, MoveEvent, Sample, SessionStamp, TenantMigration
 from migrations_app.ports.base import Key, SessionStore
-from tenants import queries as tenants_queries
-from tenants.domain.words import Status, clock, count, counted, duration, elapsed, limit, rate
-from tenants.models import Cell, Store, Tenant
-from tenants.queries import Attention, InstanceLine
+from tenants import panels as tenants_panels
+from tenants.domain.words import (
+    THIN,
+    Status,
+    clock,
+    count,
+    counted,
+    duration,
+    elapsed,
+    limit,
+    percent,
+    rate,
+)
+from tenants.models import Cell, Placement, Store, Tenant
+from tenants.panels import Attention, InstanceLine
 
 ENDED_VALUES = sorted(p.value for p in ENDED)
 # The rate is measured over the last so many seconds.
@@ -44,6 +55,7 @@ NEWS = timedelta(days=1)
 LOG_LINES = 200
 MISMATCH_ROWS = 50
 CHART_POINTS = 240
+SAMPLE_ROWS = 12
 PAGE_ROWS = 50
 DIFF_LINES = 2_000
 
@@ -142,8 +154,8 @@ class Seen:
 
     @property
     def stuck(self) -> bool:
-        """Whether a failing step needs a person: at once while the fence is closed."""
-        return self.move.failures >= (1 if self.fenced else 3)
+        """Whether a failing step needs a person: sooner while the fence is closed."""
+        return self.move.failures >= (2 if self.fenced else 3)
 
 
 # Phases in which `waiting_for` means that nothing moves.
@@ -416,18 +428,20 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def _step_text(
-    seen: Seen, phase: Phase, at: datetime | None, left: datetime | None, now: datetime
+    seen: Seen, phase: Phase, at: datetime | None, ended: datetime | None, now: datetime
 ) -> str:
     move = seen.move
     if at is None:
         return "" if seen.ended or seen.aborting else _ahead(seen, phase)
-    if phase == Phase.SOAK and left is None and move.soak_until is not None:
+    if phase == Phase.SOAK and ended is None and move.soak_until is not None:
         if seen.soak_over(now):
             return f"over since {clock(move.soak_until, now)}"
-        return f"{elapsed((move.soak_until - now).total_seconds())} left of {limit(move.soak_seconds)}"
-    if left is None:
+        return (
+            f"{elapsed((move.soak_until - now).total_seconds())} left of {limit(move.soak_seconds)}"
+        )
+    if ended is None:
         return f"{elapsed((now - at).total_seconds())} so far"
-    return duration((left - at).total_seconds())
+    return duration((ended - at).total_seconds())
 
 
 def _ahead(seen: Seen, phase: Phase) -> str:
@@ -466,7 +480,8 @@ def _step_notes(
 
 
 def _done_of(move: TenantMigration) -> str:
-    return f"{count(move.done)} of {count(move.todo)}"
+    # Later sweeps of a phase go on counting: what is shown is sessions.
+    return f"{count(min(move.done, move.todo))} of {count(move.todo)}"
 
 
 def _bar_label(seen: Seen, phase: Phase) -> str:
@@ -528,30 +543,15 @@ def progress(seen: Seen, *, now: datetime) -> Progress:
     """Return how far the running phase is, how fast, and when it should be done."""
     move, phase = seen.move, seen.phase
     speed = current_rate(move, now=now)
+    left = seconds_left(seen, speed)
     status = seen.status(now)
-    notice, notice_status = _notice(seen)
-    reading, context, share = count(move.done), f"of {count(move.todo)} sessions", None
-    if phase == Phase.PREPARE:
-        green = sum(check["ok"] is True for check in move.checks)
-        reading, context = str(green), f"of {len(move.checks)} checks"
-        share = _share(green, len(move.checks))
-    elif phase == Phase.SOAK and move.soak_until is not None:
-        left = max(0.0, (move.soak_until - now).total_seconds())
-        reading, context = elapsed(left), f"left of {limit(move.soak_seconds)}"
-        share = _share(move.soak_seconds - left, move.soak_seconds)
-    elif phase in ENDED:
-        reading, context = count(move.copied), "sessions copied in all"
-        share = 100.0 if phase == Phase.DONE else 0.0
-    elif move.todo:
-        share = _share(move.done, move.todo)
-        context = f"{context}, {tenants_percent(move.done, move.todo)}"
-    left = _seconds_left(move, speed) if phase in TIMED else None
     if left is not None and status.glyph in ("moving", "fenced"):
         status = Status("live", f"{elapsed(max(1, left))} left")
-    share = share or 0.0
+    reading, context, share = _measure(seen, now)
     bad = 0.0
     if phase in (Phase.BACKFILL, Phase.VERIFY) and move.todo and seen.open_mismatches:
-        bad = min(share, max(0.3, round(100 * seen.open_mismatches / move.todo, 2)))
+        bad = min(share, max(0.4, round(100 * seen.open_mismatches / move.todo, 2)))
+    notice, notice_status = _notice(seen)
     return Progress(
         title=_progress_title(seen),
         status=status,
@@ -566,20 +566,59 @@ def progress(seen: Seen, *, now: datetime) -> Progress:
     )
 
 
-# Phases in which the rate of `done` gives a time.
+def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
+    """Return a reading, what it is of, and the bar's percent; never all of it with work left."""
+    move, phase = seen.move, seen.phase
+    if phase == Phase.PREPARE:
+        green = sum(check["ok"] is True for check in move.checks)
+        share = _share(green, len(move.checks)) or 0.0
+        return str(green), f"of {counted(len(move.checks), 'check')} green", share
+    if phase == Phase.SOAK and move.soak_until is not None:
+        left = max(0.0, (move.soak_until - now).total_seconds())
+        share = _share(move.soak_seconds - left, move.soak_seconds) or 100.0
+        return elapsed(left), f"left of {limit(move.soak_seconds)}", share
+    if phase == Phase.DRAIN and move.fence_closed_at is not None:
+        waited = (now - move.fence_closed_at).total_seconds()
+        share = _share(waited, move.drain_bound_seconds) or 0.0
+        return elapsed(waited), f"of at most {limit(move.drain_bound_seconds)}", share
+    if phase == Phase.DONE:
+        return count(move.sessions), "sessions moved", 100.0
+    if phase in (Phase.REOPEN, Phase.ABORTED):
+        return count(move.copied), "sessions had been copied", 0.0
+    if not move.todo:
+        return count(move.copied), "sessions copied so far", 0.0
+    done = min(move.done, move.todo)
+    context = f"of {count(move.todo)} sessions"
+    if done < move.todo:
+        return count(done), f"{context}, {percent(done, move.todo)}", _share(done, move.todo) or 0.0
+    if move.stage == "ready":
+        return count(done), f"{context}, pass {move.passes} is whole", 100.0
+    # Every session has been passed, and the phase has more to do: that is not 100 %.
+    return count(done), f"{context}, 99{THIN}%", 99.0
+
+
+# Phases in which the rate of `done` gives a time, and the stages in which `done` counts sessions.
 TIMED = frozenset({Phase.BACKFILL, Phase.DELTA, Phase.VERIFY, Phase.OFFBOARD})
+SESSION_STAGES = frozenset({"", "copy", "sessions"})
 
 
 def current_rate(move: TenantMigration, *, now: datetime) -> float | None:
-    """Return sessions per second over the last ten seconds; None if nothing was measured."""
-    since = now - timedelta(seconds=RATE_SECONDS)
-    return _rate(
-        list(
-            move.samples.filter(at__gte=since, phase=move.phase, passes=move.passes)
-            .order_by("id")
-            .values_list("at", "done")
-        )
-    )
+    """Return sessions per second: of the last ten seconds, or of a phase that is not sampled.
+
+    None where nothing was measured.
+    """
+    if move.phase == Phase.BACKFILL:
+        since = now - timedelta(seconds=RATE_SECONDS)
+        recent = move.samples.filter(at__gte=since, phase=move.phase, passes=move.passes)
+        return _rate(list(recent.order_by("id").values_list("at", "done")))
+    return _rate_of_phase(move, now)
+
+
+def _rate_of_phase(move: TenantMigration, now: datetime) -> float | None:
+    seconds = (now - move.phase_since).total_seconds()
+    if move.phase not in TIMED or move.phase == Phase.BACKFILL or seconds <= 0 or not move.done:
+        return None
+    return min(move.done, move.todo) / seconds
 
 
 def _rate(samples: Sequence[tuple[datetime, int]]) -> float | None:
@@ -591,34 +630,45 @@ def _rate(samples: Sequence[tuple[datetime, int]]) -> float | None:
     return (last - first) / seconds if seconds > 0 and last > first else None
 
 
-def _seconds_left(move: TenantMigration, speed: float | None) -> float | None:
+def seconds_left(seen: Seen, speed: float | None) -> float | None:
+    """Return how long the running sweep takes at this rate; None if nobody can say."""
+    move = seen.move
+    if seen.phase not in TIMED or move.stage not in SESSION_STAGES:
+        return None
     if not speed or move.done >= move.todo:
         return None
     return (move.todo - move.done) / speed
 
 
-def tenants_percent(part: int, whole: int) -> str:
-    """Return the share done; 100 % only when nothing is left."""
-    from tenants.domain.words import percent
-
-    return percent(part, whole)
+STAGE_TITLES = {
+    (Phase.BACKFILL, "gone"): "Looking for deleted sessions",
+    (Phase.BACKFILL, "shared"): "Copying shared state",
+    (Phase.BACKFILL, "ready"): "Copied, between passes",
+    (Phase.DELTA, "gone"): "Looking for deleted sessions",
+    (Phase.DELTA, "shared"): "Copying shared state",
+    (Phase.VERIFY, "shared"): "Comparing shared state",
+    (Phase.VERIFY, "end"): "Comparing counts and the mark",
+}
+PHASE_TITLES = {
+    Phase.PREPARE: "Checking both stores",
+    Phase.DRAIN: "Waiting for running turns",
+    Phase.DELTA: "Copying what changed",
+    Phase.VERIFY: "Comparing every session",
+    Phase.TARGET: "Publishing the target",
+    Phase.SOAK: "Soaking",
+    Phase.OFFBOARD: "Deleting the source's copy",
+    Phase.DONE: "Done",
+    Phase.REOPEN: "Opening the source again",
+    Phase.ABORTED: "Aborted",
+}
 
 
 def _progress_title(seen: Seen) -> str:
-    move = seen.move
-    return {
-        Phase.PREPARE: "Checking both stores",
-        Phase.BACKFILL: f"Copying, pass {max(1, move.passes)}",
-        Phase.DRAIN: "Waiting for running turns",
-        Phase.DELTA: "Copying what changed",
-        Phase.VERIFY: "Comparing every session",
-        Phase.TARGET: "Publishing the target",
-        Phase.SOAK: "Soaking",
-        Phase.OFFBOARD: "Deleting the source's copy",
-        Phase.DONE: "Done",
-        Phase.REOPEN: "Opening the source again",
-        Phase.ABORTED: "Aborted",
-    }[seen.phase]
+    if title := STAGE_TITLES.get((seen.phase, seen.move.stage)):
+        return title
+    if seen.phase == Phase.BACKFILL:
+        return f"Copying, pass {max(1, seen.move.passes)}"
+    return PHASE_TITLES[seen.phase]
 
 
 def _progress_rows(
@@ -626,59 +676,68 @@ def _progress_rows(
 ) -> Iterable[Row]:
     move, phase = seen.move, seen.phase
     if phase in TIMED:
-        yield Row(f"Rate, last {RATE_SECONDS}s", f"{rate(speed)}")
+        over = f"last {RATE_SECONDS}s" if phase == Phase.BACKFILL else "this phase"
+        yield Row(f"Rate, {over}", rate(speed))
         eta = "–"
         if left is not None:
             eta = f"{clock(now + timedelta(seconds=left), now)}, in {elapsed(max(1, left))}"
         yield Row("ETA at this rate", eta)
     if phase == Phase.BACKFILL:
-        pace = rate(move.pace_per_second) if move.pace_per_second else "none"
-        yield Row("Pace limit", pace)
-        yield Row("Changed, found by this pass", count(move.changed))
-        last = count(move.changed_last) if move.pass_ended_at else "–"
-        yield Row("Changed, last whole pass", last)
-    if phase not in (Phase.PREPARE, Phase.SOAK):
+        if move.pace_per_second:
+            yield Row("Pace limit", rate(move.pace_per_second))
+        yield Row(f"Copied by pass {max(1, move.passes)}", count(move.changed))
+        if move.pass_ended_at is not None:
+            yield Row("Copied by the last whole pass", count(move.changed_last))
+    if phase not in (Phase.PREPARE, Phase.REOPEN):
         yield Row("Copied in all", count(move.copied))
         yield Row("Compared in all", count(move.compared))
-    if phase not in (Phase.PREPARE, Phase.OFFBOARD, Phase.DONE, Phase.ABORTED):
-        mark = "differs" if seen.open_mismatches else ""
-        yield Row("Differ", count(seen.open_mismatches), mark)
-    if move.deleted:
+    if phase in (Phase.BACKFILL, Phase.DELTA, Phase.VERIFY):
+        yield Row("Differ", count(seen.open_mismatches), "differs" if seen.open_mismatches else "")
+    if move.deleted and phase not in (Phase.OFFBOARD, Phase.DONE):
         yield Row("Deleted at the source meanwhile", count(move.deleted))
-    if move.interrupted:
+    if phase in (Phase.OFFBOARD, Phase.DONE):
+        yield Row("Deleted at the source", count(move.deleted))
+    if move.interrupted and phase != Phase.DONE:
         yield Row("End in an interrupted turn, copied as they are", count(move.interrupted))
     if phase == Phase.SOAK and move.soak_until is not None:
         yield Row("Soak ends", clock(move.soak_until, now))
-        yield Row("Then", "source is deleted" if not seen.owes_confirmation else "waits for you")
+        yield Row(
+            "Then", "waits for a typed yes" if seen.owes_confirmation else "source is deleted"
+        )
     if move.left_behind:
         yield Row("Left at the source, changed since", count(move.left_behind), "differs")
 
 
 def _notice(seen: Seen) -> tuple[str, Status | None]:
+    """Return what a person should read first: why it stands still, or what the last step said."""
     move = seen.move
+    if seen.phase == Phase.ABORTED:
+        return _why_aborted(move), Status("aborted", "Why")
     if seen.ended:
-        text = move.abort_reason if seen.phase == Phase.ABORTED else ""
-        return text, Status("aborted", "Why") if text else None
+        return "", None
     if seen.failed_checks:
         first = seen.failed_checks[0]
         return f"{first['name']}: {first['detail']}", Status("blocked", "Not ready")
     if move.failure:
         status = Status("blocked", "Failing") if seen.stuck else Status("warn", "Retrying")
         return move.failure, status
+    if seen.phase == Phase.REOPEN:
+        return _why_aborted(move), Status("aborted", "Why")
     if move.pause_requested_at and seen.phase not in UNPAUSABLE:
-        text = f"by {move.pause_requested_by}: {move.pause_reason}"
-        return text, Status("paused", "Paused")
+        return f"By {move.pause_requested_by}: {move.pause_reason}", Status("paused", "Paused")
     if seen.ready:
-        return "Start the drain when you are ready; passes go on meanwhile.", Status(
-            "waiting", "Waiting for you"
-        )
-    if move.older_writers and move.waiting_for:
-        return move.waiting_for, Status("warn", "Waiting")
+        text = "Waits for somebody to start the drain. Passes go on meanwhile."
+        return text, Status("waiting", "Ready")
     if move.waiting_for:
-        return move.waiting_for, Status("waiting", "Waiting")
-    if seen.soak_over(seen.move.soak_until or seen.move.started_at) and seen.owes_confirmation:
-        return "", None
+        return f"For {move.waiting_for}.", Status("waiting", "Waits")
     return "", None
+
+
+def _why_aborted(move: TenantMigration) -> str:
+    if move.abort_requested_by:
+        return f"Asked for by {move.abort_requested_by}: {move.abort_reason}"
+    entered = move.events.filter(now=Phase.REOPEN).exclude(was=Phase.REOPEN).first()
+    return entered.note if entered else ""
 
 
 # --- the fence --------------------------------------------------------------------------------
@@ -867,7 +926,7 @@ def instances(seen: Seen, *, now: datetime) -> Instances:
     move = seen.move
     cell = move.source_cell
     version = move.fence_version if seen.fenced else None
-    lines = tenants_queries.instance_lines(cell, tenant=move.tenant, version=version, now=now)
+    lines = tenants_panels.instance_lines(cell, tenant=move.tenant, version=version, now=now)
     counted_ones = [line for line in lines if line.state not in ("lapsed", "gone")]
     flying = sum(line.in_flight for line in counted_ones)
     in_flight = f"{flying:,} in flight"
@@ -922,10 +981,23 @@ def checks(seen: Seen) -> Checks:
 
 @dataclass(frozen=True)
 class MismatchLine:
-    row: Mismatch
+    """One open mismatch as a row: which session, what differs first, and what may be done."""
+
+    pk: int
+    session_id: str
+    user_id: str
+    # events, state, user state, app state, missing, extra.
     what: str
+    first_difference: str
+    # The failure that it looks like, as a sentence.
     looks: str
-    repairing: bool
+    source_digest: str
+    target_digest: str
+    found_at: datetime
+    found_in: str
+    # Empty: nobody has asked for its repair.
+    repairing_by: str
+    repair: str
 
 
 @dataclass(frozen=True)
@@ -933,45 +1005,53 @@ class Mismatches:
     lines: tuple[MismatchLine, ...]
     open: int
     resolved: int
-    # Ids that one click asks to be repaired.
-    repairable: tuple[int, ...]
-    can_repair: bool
+    # How many one click would ask to be repaired; 0: the phase allows none.
+    repairable: int
 
     @property
     def hidden(self) -> int:
         return self.open - len(self.lines)
 
 
-PARTS = {
-    "events": "events",
-    "state": "state",
-    "user": "user state",
-    "app": "app state",
-    "missing": "missing",
-    "extra": "extra",
-}
+PARTS = {"user": "user state", "app": "app state"}
+REPAIRS = {"user": "Reconcile user", "app": "Reconcile app", "extra": "Remove copy"}
 
 
 def mismatches(seen: Seen) -> Mismatches:
     """Return the open mismatches, oldest first, so that rows keep their place."""
-    rows = list(seen.move.mismatches.filter(resolved_at=None)[:MISMATCH_ROWS])
-    known = {looks.value for looks in Looks}
-    lines = tuple(
-        MismatchLine(
-            row,
-            PARTS.get(row.part, row.part),
-            WORDS[Looks(row.looks_like)] if row.looks_like in known else "",
-            row.repair_requested_at is not None,
-        )
-        for row in rows
-    )
-    can_repair = seen.phase in (Phase.BACKFILL, Phase.VERIFY) and not seen.aborting
+    rows = seen.move.mismatches.filter(resolved_at=None)
     return Mismatches(
-        lines,
+        tuple(mismatch_line(row) for row in rows[:MISMATCH_ROWS]),
         seen.open_mismatches,
         seen.move.mismatches.exclude(resolved_at=None).count(),
-        tuple(line.row.pk for line in lines if not line.repairing) if can_repair else (),
-        can_repair,
+        len(repairable(seen)),
+    )
+
+
+def repairable(seen: Seen) -> list[int]:
+    """Return the ids of open mismatches whose repair nobody has asked for, if the phase allows."""
+    if seen.phase not in (Phase.BACKFILL, Phase.VERIFY) or seen.aborting:
+        return []
+    rows = seen.move.mismatches.filter(resolved_at=None, repair_requested_at=None)
+    return list(rows.values_list("pk", flat=True))
+
+
+def mismatch_line(row: Mismatch) -> MismatchLine:
+    """Return one mismatch as a page shows it."""
+    known = {looks.value for looks in Looks}
+    return MismatchLine(
+        pk=row.pk,
+        session_id=row.session_id,
+        user_id=row.user_id,
+        what=PARTS.get(row.part, row.part),
+        first_difference=row.first_difference,
+        looks=WORDS[Looks(row.looks_like)] if row.looks_like in known else "",
+        source_digest=row.source_digest,
+        target_digest=row.target_digest,
+        found_at=row.found_at,
+        found_in=row.found_in,
+        repairing_by=row.repair_requested_by if row.repair_requested_at else "",
+        repair=REPAIRS.get(row.part, "Re-copy"),
     )
 
 
@@ -979,6 +1059,11 @@ def mismatches(seen: Seen) -> Mismatches:
 class Log:
     lines: tuple[MoveEvent, ...]
     total: int
+    # The newest line's id: what the log shows changes with it alone.
+    newest: int
+
+    def __repr__(self) -> str:
+        return f"Log({self.newest}, {self.total})"
 
 
 def log(seen: Seen) -> Log:
@@ -986,7 +1071,7 @@ def log(seen: Seen) -> Log:
     events = seen.move.events.all()
     lines = tuple(events[:LOG_LINES])
     total = len(lines) if len(lines) < LOG_LINES else events.count()
-    return Log(lines, total)
+    return Log(lines, total, lines[0].pk if lines else 0)
 
 
 # --- samples: the chart and its table ----------------------------------------------------------
@@ -1000,9 +1085,35 @@ def samples(move: TenantMigration, *, points: int = CHART_POINTS) -> list[Sample
         return list(move.samples.order_by("id"))
     numbered = move.samples.annotate(number=Window(RowNumber(), order_by=F("id").asc()))
     thinned = list(
-        numbered.annotate(rest=F("number") % step).filter(Q(rest=0) | Q(number=total)).order_by("id")
+        numbered.annotate(rest=F("number") % step)
+        .filter(Q(rest=0) | Q(number=total))
+        .order_by("id")
     )
     return thinned
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One line of the table that says the same as the chart."""
+
+    at: datetime
+    phase: str
+    passes: int
+    done: int
+    todo: int
+    copied: int
+    changed: int
+
+
+def sample_rows(seen: Seen) -> tuple[SampleRow, ...]:
+    """Return a dozen samples, evenly thinned, newest first."""
+    rows = samples(seen.move, points=SAMPLE_ROWS)
+    return tuple(
+        SampleRow(
+            row.at, row.phase.upper(), row.passes, row.done, row.todo, row.copied, row.changed
+        )
+        for row in reversed(rows)
+    )
 
 
 def changed_in_words(seen: Seen) -> str:
@@ -1075,19 +1186,20 @@ def _lines(moves: Sequence[TenantMigration], *, now: datetime) -> list[MoveLine]
 
 def _rates(moves: Sequence[TenantMigration], now: datetime) -> dict[int, float | None]:
     since = now - timedelta(seconds=RATE_SECONDS)
-    live = {move.pk: move for move in moves if move.phase not in ENDED}
+    copying = {move.pk: move for move in moves if move.phase == Phase.BACKFILL}
     found: dict[int, list[tuple[datetime, int]]] = {}
-    rows = Sample.objects.filter(move__in=live, at__gte=since).order_by("id")
-    for pk, at, done, phase, passes in rows.values_list("move_id", "at", "done", "phase", "passes"):
-        if (phase, passes) == (live[pk].phase, live[pk].passes):
+    rows = Sample.objects.filter(move__in=copying, at__gte=since, phase=Phase.BACKFILL)
+    for pk, at, done, passes in rows.order_by("id").values_list("move_id", "at", "done", "passes"):
+        if passes == copying[pk].passes:
             found.setdefault(pk, []).append((at, done))
-    return {pk: _rate(samples) for pk, samples in found.items()}
+    speeds = {pk: _rate(samples) for pk, samples in found.items()}
+    return {move.pk: speeds.get(move.pk) or _rate_of_phase(move, now) for move in moves}
 
 
 def _line(seen: Seen, speed: float | None, now: datetime) -> MoveLine:
     move, phase = seen.move, seen.phase
     status = seen.status(now)
-    left = _seconds_left(move, speed) if phase in TIMED else None
+    left = seconds_left(seen, speed)
     progress = _done_of(move) if phase in TIMED and move.todo else "–"
     eta = "–"
     if phase == Phase.SOAK and move.soak_until is not None:
@@ -1183,7 +1295,40 @@ def live_move_of(tenants: Iterable[Tenant]) -> dict[int, TenantMigration]:
     return {move.tenant_id: move for move in rows}
 
 
-# --- the overview ---------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Targets:
+    """Where a tenant could go: (value, words) of cells and of stores, its own region first."""
+
+    cells: tuple[tuple[str, str], ...]
+    stores: tuple[tuple[str, str], ...]
+
+
+def targets(placement: Placement) -> Targets:
+    """Return every cell, and every store but the tenant's own."""
+    home = placement.cell.region_id
+    cells = sorted(
+        Cell.objects.select_related("region"), key=lambda cell: (cell.region_id != home, cell.slug)
+    )
+    stores = sorted(
+        Store.objects.select_related("region").exclude(pk=placement.store_id),
+        key=lambda store: (store.region_id != home, store.key),
+    )
+    return Targets(
+        tuple((cell.slug, _cell_words(cell, placement)) for cell in cells),
+        tuple((store.key, f"{store.key} ({store.kind}, {store.region})") for store in stores),
+    )
+
+
+def _cell_words(cell: Cell, placement: Placement) -> str:
+    notes = [str(cell.region)]
+    if cell.pk == placement.cell_id:
+        notes.append("where it is now")
+    if cell.quota_verified_at is None:
+        notes.append("quota only assumed")
+    return f"{cell.slug} ({', '.join(notes)})"
+
+
+# --- the strip and the overview ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1227,30 +1372,17 @@ def _all_live() -> list[Seen]:
 
 def _aborted_by_themselves(now: datetime) -> list[TenantMigration]:
     """Return moves that gave up in the last day, unless their tenant moved again since."""
-    rows = list(
-        _moves()
-        .filter(phase=Phase.ABORTED, ended_at__gte=now - NEWS, abort_requested_at=None)
-        .order_by("-id")
+    newer = TenantMigration.objects.filter(tenant=OuterRef("tenant"), pk__gt=OuterRef("pk"))
+    gave_up = _moves().filter(
+        phase=Phase.ABORTED, ended_at__gte=now - NEWS, abort_requested_at=None
     )
-    newer = set(
-        TenantMigration.objects.filter(tenant__in=[row.tenant_id for row in rows])
-        .values_list("tenant_id")
-        .annotate(newest=Count("id"))
-        .values_list("tenant_id", flat=True)
-    )
-    newest = {
-        tenant: pk
-        for tenant, pk in TenantMigration.objects.filter(tenant__in=newer)
-        .order_by("id")
-        .values_list("tenant_id", "id")
-    }
-    return [row for row in rows if newest[row.tenant_id] == row.pk]
+    return list(gave_up.exclude(Exists(newer)).order_by("-id"))
 
 
 def attention(*, now: datetime) -> list[Attention]:
     """Return what a person should look at among the moves; the caller sorts it with the rest."""
     items = [item for seen in _all_live() if (item := _attention(seen, now))]
-    items += [_gave_up(move, now) for move in _aborted_by_themselves(now)]
+    items += [_gave_up(move) for move in _aborted_by_themselves(now)]
     return items
 
 
@@ -1299,7 +1431,7 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
         since = move.soak_until or since
     elif status.glyph == "waiting" and move.waiting_for:
         title = f"{name} waits in {phase.upper()}"
-        text = move.waiting_for
+        text = f"Waits for {move.waiting_for}."
     else:
         return None
     if seen.fenced and move.fence_closed_at is not None:
@@ -1329,13 +1461,12 @@ def _fence_sentence(move: TenantMigration, now: datetime) -> str:
     return text
 
 
-def _gave_up(move: TenantMigration, now: datetime) -> Attention:
-    last = move.events.filter(now=Phase.REOPEN).exclude(was=Phase.REOPEN).first()
+def _gave_up(move: TenantMigration) -> Attention:
     return Attention(
         rank=GRAVITY["aborted"],
         status=Status("aborted", "Aborted"),
         title=f"{move} {move.tenant} aborted by itself",
-        text=(last.note if last and last.note else f"It was reopened on {move.source_store}."),
+        text=_why_aborted(move) or f"{move.tenant} is served on {move.source_store}.",
         since=move.ended_at or move.phase_since,
         kind="move",
         key=str(move.pk),
@@ -1365,27 +1496,239 @@ def next_up(*, now: datetime) -> list[Upcoming]:
     return sorted(items, key=lambda item: item.at)[:8]
 
 
-# --- dialogs ------------------------------------------------------------------------------------
+# --- dialogs: what an act would do, from the rows as they are now ---------------------------------
 
 
 @dataclass(frozen=True)
-class Consequences:
-    """What an act would do, from the rows as they are now."""
+class Dialog:
+    """A question with its consequences; the confirm button repeats the act and its object."""
 
-    sessions: int
-    users: int
-    written: int
-    instances: int
-    quote: Quote | None
-    lines: tuple[tuple[str, str], ...] = field(default=())
-
-
-def written(move: TenantMigration) -> int:
-    """Return how many sessions on the target an abort would remove."""
-    return SessionStamp.objects.filter(move=move).count()
+    verb: str
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    confirm: str
+    # The safe button names what goes on.
+    safe: str
+    danger: bool = False
+    # Asks for seconds (hold), or for the tenant's name to be typed (offboard).
+    asks: str = ""
 
 
-# --- one mismatch, both sides ----------------------------------------------------------------------
+def dialog(seen: Seen, verb: str, *, quote: Quote | None, now: datetime) -> Dialog:
+    """Return the dialog of an act. `quote` is only needed for close_fence."""
+    build = {
+        "abort": _abort_dialog,
+        "pause": _pause_dialog,
+        "hold_fence": _hold_dialog,
+        "confirm_offboard": _offboard_dialog,
+        "leave_behind": _leave_dialog,
+    }
+    if verb == "close_fence":
+        return _drain_dialog(seen, quote, now)
+    return build[verb](seen, now)
+
+
+def _abort_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    tenant, source = move.tenant, move.source_store
+    if seen.fenced:
+        happens = f"The fence opens: {tenant} is served on {source} again within one poll (250ms)."
+    elif seen.phase == Phase.PREPARE:
+        happens = f"Preparing stops. {tenant} goes on being served on {source}."
+    else:
+        happens = f"Copying stops. {tenant} goes on being served on {source}."
+    kept = (
+        f"All {counted(move.sessions, 'session')} on {source}."
+        if move.sessions
+        else (f"Everything on {source}.")
+    )
+    if move.store_closed_at is not None:
+        kept += f" Nothing was written there since {clock(move.store_closed_at, now)}."
+    copies = SessionStamp.objects.filter(move=move).count()
+    thrown = f"The copy on {move.target_store}: {counted(copies, 'session')}, removed now."
+    return Dialog(
+        "abort",
+        f"Abort {move} and {'reopen' if seen.fenced else 'keep'} {tenant} on {source}?",
+        (
+            ("Happens now", happens),
+            ("Kept", kept),
+            (
+                "Thrown away",
+                thrown if copies else f"Nothing: no session is on {move.target_store}.",
+            ),
+            ("Undo", "None. A new move starts from PREPARE."),
+        ),
+        "Abort, reopen on source" if seen.fenced else "Abort, stay on source",
+        "Keep moving",
+        danger=True,
+    )
+
+
+def _pause_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    lines = []
+    if seen.fenced:
+        lines.append(
+            (
+                "Happens now",
+                f"Work stops after the running step. The fence stays closed and {move.tenant}"
+                " keeps getting retry-after.",
+            )
+        )
+        if move.deadline_at is not None:
+            lines.append(
+                (
+                    "If you wait",
+                    f"At {clock(move.deadline_at, now)} the fence reaches its budget of"
+                    f" {limit(move.budget_seconds)}. The move then aborts by itself and reopens on"
+                    f" {move.source_store}.",
+                )
+            )
+    elif seen.phase == Phase.SOAK:
+        lines.append(
+            (
+                "Happens now",
+                f"{move.tenant} goes on being served on {move.target_store}. The source is not"
+                " deleted when the soak ends.",
+            )
+        )
+    else:
+        lines.append(
+            (
+                "Happens now",
+                f"Copying stops after the running chunk. {move.tenant} goes on being served on"
+                f" {move.source_store}.",
+            )
+        )
+    lines += [
+        ("Kept", f"What has been copied: {count(move.copied)} sessions on {move.target_store}."),
+        ("Thrown away", "Nothing. What changes meanwhile is copied again."),
+        ("Undo", "Resume, at any time."),
+    ]
+    if seen.fenced:
+        confirm, safe = "Pause, keep fence closed", "Keep moving"
+    else:
+        confirm, safe = (
+            f"Pause {move}",
+            "Keep soaking" if seen.phase == Phase.SOAK else "Keep copying",
+        )
+    title = "Pause while the fence is closed?" if seen.fenced else f"Pause {move} {move.tenant}?"
+    return Dialog("pause", title, tuple(lines), confirm, safe)
+
+
+def _drain_dialog(seen: Seen, quote: Quote | None, now: datetime) -> Dialog:
+    move = seen.move
+    lines = tenants_panels.instance_lines(
+        move.source_cell, tenant=move.tenant, version=None, now=now
+    )
+    alive = [line for line in lines if line.state in ("alive", "silent", "joining")]
+    flying = sum(line.in_flight for line in alive)
+    happens = (
+        "One more pass, if the last is not fresh. Then new turns of"
+        f" {move.tenant} get retry-after on all {counted(len(alive), 'instance')} of"
+        f" {move.source_cell}."
+    )
+    happens += f" The {counted(flying, 'turn')} in flight go on." if flying else ""
+    if move.fence_not_before is not None and move.fence_not_before > now:
+        happens += f" Not before {clock(move.fence_not_before, now)}, as this move was started."
+    estimate = "not known yet"
+    if quote is not None:
+        parts = ", ".join(f"{part.name} {duration(part.expected)}" for part in quote.parts)
+        estimate = f"{duration(quote.expected)}, at worst {duration(quote.worst)}: {parts}."
+    return Dialog(
+        "close_fence",
+        "Close the fence and start the drain?",
+        (
+            ("Happens now", happens),
+            ("Estimated fence", estimate),
+            (
+                "Stops itself",
+                f"If turns are still in flight {limit(move.drain_bound_seconds)} after closing, or"
+                f" the fence is still closed after {limit(move.budget_seconds)}, the move aborts"
+                f" and {move.source_store} opens again.",
+            ),
+            ("Kept", f"Every session on {move.source_store}, closed and whole through SOAK."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Abort, at any time before TARGET."),
+        ),
+        "Close fence, start drain",
+        "Not yet",
+    )
+
+
+def _hold_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    deadline = clock(move.deadline_at, now)
+    return Dialog(
+        "hold_fence",
+        f"Hold the fence of {move.tenant} closed for longer?",
+        (
+            (
+                "Happens now",
+                f"The deadline at {deadline} moves by the seconds you give. {move.tenant} keeps"
+                " getting retry-after meanwhile.",
+            ),
+            ("Kept", f"All {counted(move.sessions, 'session')} on both sides."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Abort reopens at once. The deadline moves only this once."),
+        ),
+        "Hold the fence",
+        f"Reopen at {deadline}",
+        asks="seconds",
+    )
+
+
+def _offboard_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    when = "now" if seen.soak_over(now) else f"when the soak ends, {clock(move.soak_until, now)}"
+    return Dialog(
+        "confirm_offboard",
+        f"Delete {move.tenant}'s copy on {move.source_store}?",
+        (
+            (
+                "Happens now" if seen.soak_over(now) else "Happens then",
+                f"OFFBOARD deletes {counted(move.sessions, 'session')} on {move.source_store},"
+                f" {when}.",
+            ),
+            (
+                "Kept",
+                f"Everything on {move.target_store}. Sessions on {move.source_store} that are not"
+                " what this move recorded are left there and listed.",
+            ),
+            ("Thrown away", f"The source's copy: {counted(move.sessions, 'session')}."),
+            ("Undo", "None, once it is deleted. Pause keeps it from starting."),
+        ),
+        f"Delete the copy on {move.source_store}",
+        "Keep the source",
+        danger=True,
+        asks="typed",
+    )
+
+
+def _leave_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    copies = SessionStamp.objects.filter(move=move).count()
+    return Dialog(
+        "leave_behind",
+        f"End {move} and leave its copy on {move.target_store}?",
+        (
+            ("Happens now", f"The move ends as ABORTED without cleaning {move.target_store}."),
+            ("Kept", f"{move.tenant} is served on {move.source_store}, as it is now."),
+            (
+                "Left behind",
+                f"{counted(copies, 'session')} of {move.tenant} on {move.target_store}, closed to"
+                " agents. A later move there removes them first.",
+            ),
+            ("Thrown away", "Nothing."),
+            ("Undo", "None; the copy can be removed by hand."),
+        ),
+        "End, leave copy behind",
+        "Keep trying",
+        danger=True,
+    )
+
+
+# --- one mismatch, both sides ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1416,7 +1759,9 @@ def diff(move: TenantMigration, mismatch: Mismatch) -> Diff:
     for line in list(difflib.unified_diff(left, right, lineterm="", n=3))[2:]:
         kind = {"-": "source", "+": "target", "@": "gap"}.get(line[:1], "same")
         lines.append((kind, line if kind == "gap" else line[1:]))
-    return Diff(tuple(lines[:DIFF_LINES]), len(lines) > DIFF_LINES, ours is not None, theirs is not None)
+    return Diff(
+        tuple(lines[:DIFF_LINES]), len(lines) > DIFF_LINES, ours is not None, theirs is not None
+    )
 
 
 def _open(store: Store, move: TenantMigration) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from urllib.parse import urlencode
 
 from django import template
+from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -33,3 +35,26 @@ def when(at: datetime | None, now: datetime) -> str | SafeString:
         return words.NOT_MEASURED
     machine = f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
     return format_html('<time datetime="{}">{}</time>', machine, words.clock(at, now))
+
+
+@register.simple_tag
+def poll(name: str, *args: object, v: str = "", every: int | None, also: str = "") -> SafeString:
+    """Return the attributes that make an element poll its fragment, or nothing once it has ended.
+
+    `moved` is sent by the answer to an act, so that every panel looks at once.
+    """
+    if not every:
+        return SafeString("")
+    query = {"v": v} if v else {}
+    url = reverse(name, args=args)
+    if query or also:
+        url = f"{url}?{'&'.join(part for part in (urlencode(query), also) if part)}"
+    return format_html(
+        'hx-get="{}" hx-trigger="every {}s, moved from:body" hx-swap="outerHTML"', url, every
+    )
+
+
+@register.simple_tag
+def bar(share: float | None) -> str:
+    """Return a bar's width as SVG wants it, whatever the language of the page."""
+    return f"{share or 0:.2f}"

@@ -1,0 +1,53 @@
+"""Charts of a move, as Plotly figures. Colours are names of the stylesheet's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from migrations_app.models import Sample
+from migrations_app.panels import Seen
+
+# How often a page fetches the figure while the move lives (seconds).
+LIVE_SECONDS = 5
+SHORT_SECONDS = 300
+
+
+def changed(seen: Seen, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the figure "changed sessions while copying": changed, and copied on its own scale."""
+    # Below some minutes the ticks would all read the same minute.
+    seconds = (samples[-1].at - samples[0].at).total_seconds() if samples else 0.0
+    ticks = "%H:%M" if seconds > SHORT_SECONDS else "%H:%M:%S"
+    times = [f"{sample.at:%Y-%m-%d %H:%M:%S}" for sample in samples]
+    figure: dict[str, Any] = {
+        "data": [
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "changed",
+                "x": times,
+                "y": [sample.changed for sample in samples],
+                "line": {"color": "var(--caution)", "width": 2, "shape": "hv"},
+                "hovertemplate": "%{y:,}",
+            },
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "copied",
+                "x": times,
+                "y": [sample.copied for sample in samples],
+                "yaxis": "y2",
+                "line": {"color": "var(--ink-3)", "width": 1.5, "dash": "dash"},
+                "hovertemplate": "%{y:,}",
+            },
+        ],
+        "layout": {
+            "xaxis": {"type": "date", "tickformat": ticks, "hoverformat": "%H:%M:%S", "nticks": 6},
+            "yaxis": {"rangemode": "tozero", "tickformat": ",d", "nticks": 5},
+            "yaxis2": {"overlaying": "y", "side": "right", "rangemode": "tozero", "visible": False},
+        },
+        "narrow": {"xaxis": {"nticks": 4}},
+    }
+    if not seen.ended:
+        figure["live"] = LIVE_SECONDS
+    return figure

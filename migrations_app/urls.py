@@ -1,0 +1,38 @@
+"""Pages and fragments of moves."""
+
+from __future__ import annotations
+
+from django.urls import path
+
+from migrations_app import views
+
+MOVE = "moves/mv-<int:pk>"
+
+urlpatterns = [
+    path("moves/", views.moves, name="moves"),
+    path("moves/table/", views.moves_table, name="moves_table"),
+    path("moves/live/", views.live_moves, name="live_moves"),
+    path("moves/new/", views.new_move, name="new_move"),
+    path(f"{MOVE}/", views.move, name="move"),
+    path(f"{MOVE}/head/", views.head, name="head"),
+    path(f"{MOVE}/facts/", views.facts, name="facts"),
+    path(f"{MOVE}/phases/", views.phases, name="phases"),
+    path(f"{MOVE}/progress/", views.progress, name="progress"),
+    path(f"{MOVE}/fence/", views.fence, name="fence"),
+    path(f"{MOVE}/instances/", views.instances, name="instances"),
+    path(f"{MOVE}/checks/", views.checks, name="checks"),
+    path(f"{MOVE}/mismatches/", views.mismatches, name="mismatches"),
+    path(f"{MOVE}/mismatches/<int:mismatch_pk>/", views.mismatch, name="mismatch"),
+    path(f"{MOVE}/log/", views.log, name="log"),
+    path(f"{MOVE}/samples/", views.samples, name="samples"),
+    path(f"{MOVE}/changed.json", views.changed_figure, name="changed_figure"),
+    path(f"{MOVE}/pause/", views.pause, name="pause"),
+    path(f"{MOVE}/resume/", views.resume, name="resume"),
+    path(f"{MOVE}/abort/", views.abort, name="abort"),
+    path(f"{MOVE}/drain/", views.close_fence, name="close_fence"),
+    path(f"{MOVE}/hold/", views.hold_fence, name="hold_fence"),
+    path(f"{MOVE}/offboard/", views.confirm_offboard, name="confirm_offboard"),
+    path(f"{MOVE}/leave/", views.leave_behind, name="leave_behind"),
+    path(f"{MOVE}/recopy/", views.recopy, name="recopy"),
+    path("tenants/<slug:slug>/moves/", views.tenant_moves, name="tenant_moves"),
+]

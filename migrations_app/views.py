@@ -1,0 +1,538 @@
+"""Pages and fragments of moves. Each act is one service call, asked for with a reason."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import Any
+from urllib.parse import urlencode
+
+from django import forms
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.shortcuts import redirect, render
+from django.urls import reverse
+from django.views.decorators.http import require_http_methods, require_POST, require_safe
+
+from durable.clock import database_now
+from durable.errors import Refused
+from migrations_app import figures, panels, queries, services
+from migrations_app.models import Mismatch, TenantMigration
+from migrations_app.panels import MovesFilter, Seen
+from tenants import panels as tenants_panels
+from tenants.domain.roles import Role
+from tenants.domain.words import counted
+from tenants.models import Cell, Store, Tenant
+from tenants.views import access, by_request_kind, fragment
+
+Read = Callable[[Seen, datetime], Any]
+
+
+# --- the move's panels -------------------------------------------------------------------------
+
+
+def _fence(seen: Seen, now: datetime) -> panels.FencePanel | None:
+    ahead = seen.move.fence_closed_at is None and not seen.ended and not seen.aborting
+    quote = queries.fence_quote(seen.move, now=now) if ahead else None
+    return panels.fence(seen, quote, now=now)
+
+
+# Every panel of the page: a template `_NAME.html`, a view and a URL of one name.
+PANELS: dict[str, Read] = {
+    "head": lambda seen, now: panels.head(seen, now=now),
+    "facts": lambda seen, now: panels.facts(seen, now=now),
+    "phases": lambda seen, now: panels.track(seen, now=now),
+    "progress": lambda seen, now: panels.progress(seen, now=now),
+    "fence": _fence,
+    "instances": lambda seen, now: panels.instances(seen, now=now),
+    "checks": lambda seen, now: panels.checks(seen),
+    "mismatches": lambda seen, now: panels.mismatches(seen),
+    "log": lambda seen, now: panels.log(seen),
+    "samples": lambda seen, now: panels.sample_rows(seen),
+}
+
+
+def _version(panel: Any) -> str:
+    """Return a short tag of what a panel shows: equal tags mean that nothing visible changed."""
+    return f"{zlib.crc32(repr(panel).encode()):08x}"
+
+
+def _panel(request: HttpRequest, pk: int, name: str, **more: Any) -> HttpResponse:
+    now, seen = database_now(), _seen(pk)
+    panel = PANELS[name](seen, now)
+    return fragment(
+        request,
+        f"migrations_app/_{name}.html",
+        version=_version(panel),
+        now=now,
+        read=lambda: {"seen": seen, "move": seen.move, "panel": panel, **more},
+        status=409 if more.get("refused") else 200,
+    )
+
+
+def _page(request: HttpRequest, seen: Seen, *, refused: str = "") -> HttpResponse:
+    now = database_now()
+    found = {name: read(seen, now) for name, read in PANELS.items()}
+    context = {
+        "now": now,
+        "seen": seen,
+        "move": seen.move,
+        "panels": found,
+        "versions": {name: _version(panel) for name, panel in found.items()},
+        "changed_in_words": panels.changed_in_words(seen),
+        "refused": refused,
+    }
+    return render(request, "migrations_app/move.html", context, status=409 if refused else 200)
+
+
+def _seen(pk: int) -> Seen:
+    seen = panels.seen(pk)
+    if seen is None:
+        raise Http404(f"There is no move mv-{pk}.")
+    return seen
+
+
+@require_safe
+@access(Role.VIEWER)
+def move(request: HttpRequest, pk: int) -> HttpResponse:
+    """Everything about one move."""
+    return _page(request, _seen(pk))
+
+
+@require_safe
+@access(Role.VIEWER)
+def head(request: HttpRequest, pk: int) -> HttpResponse:
+    """Title, status words and buttons; announces a change of the words."""
+    return _panel(request, pk, "head")
+
+
+@require_safe
+@access(Role.VIEWER)
+def facts(request: HttpRequest, pk: int) -> HttpResponse:
+    """The row of labelled values."""
+    return _panel(request, pk, "facts")
+
+
+@require_safe
+@access(Role.VIEWER)
+def phases(request: HttpRequest, pk: int) -> HttpResponse:
+    """The seven phases with their times."""
+    return _panel(request, pk, "phases")
+
+
+@require_safe
+@access(Role.VIEWER)
+def progress(request: HttpRequest, pk: int) -> HttpResponse:
+    """How far the running phase is."""
+    return _panel(request, pk, "progress")
+
+
+@require_safe
+@access(Role.VIEWER)
+def fence(request: HttpRequest, pk: int) -> HttpResponse:
+    """The fence's quote, or its estimate beside the actual."""
+    return _panel(request, pk, "fence")
+
+
+@require_safe
+@access(Role.VIEWER)
+def instances(request: HttpRequest, pk: int) -> HttpResponse:
+    """Who has closed the fence, and who is missing."""
+    return _panel(request, pk, "instances")
+
+
+@require_safe
+@access(Role.VIEWER)
+def checks(request: HttpRequest, pk: int) -> HttpResponse:
+    """What PREPARE looked at."""
+    return _panel(request, pk, "checks")
+
+
+@require_safe
+@access(Role.VIEWER)
+def mismatches(request: HttpRequest, pk: int) -> HttpResponse:
+    """What differs, with an action on each row."""
+    return _panel(request, pk, "mismatches")
+
+
+@require_safe
+@access(Role.VIEWER)
+def log(request: HttpRequest, pk: int) -> HttpResponse:
+    """The event log, newest first."""
+    return _panel(request, pk, "log")
+
+
+@require_safe
+@access(Role.VIEWER)
+def samples(request: HttpRequest, pk: int) -> HttpResponse:
+    """The chart's numbers as a table."""
+    return _panel(request, pk, "samples")
+
+
+@require_safe
+@access(Role.VIEWER)
+def changed_figure(request: HttpRequest, pk: int) -> HttpResponse:
+    """The chart "changed sessions while copying"."""
+    seen = _seen(pk)
+    return JsonResponse(figures.changed(seen, panels.samples(seen.move)))
+
+
+# --- acts -----------------------------------------------------------------------------------------
+
+
+def said(refusal: Refused) -> str:
+    """Return a refusal as a notice: what, why, and that nothing changed."""
+    text = str(refusal)
+    return text if "othing was changed" in text else f"{text} Nothing was changed."
+
+
+def _ask(request: HttpRequest, pk: int, verb: str, call: Callable[..., Any]) -> HttpResponse:
+    """Show the dialog of an act (GET), or carry it out (POST) and close the dialog.
+
+    htmx gets the dialog's form; without JavaScript the same form is a page of its own.
+    """
+    seen, refused = _seen(pk), ""
+    if request.method == "POST":
+        try:
+            call(
+                seen.move,
+                by=request.user.get_username(),
+                reason=request.POST.get("reason", "").strip(),
+                seen=request.POST.get("seen"),
+                now=database_now(),
+            )
+        except Refused as refusal:
+            refused, seen = said(refusal), _seen(pk)
+        else:
+            return _done(request, seen.move, verb)
+    now = database_now()
+    quote = queries.fence_quote(seen.move, now=now) if verb == "close_fence" else None
+    context = {
+        "now": now,
+        "seen": seen,
+        "move": seen.move,
+        "dialog": panels.dialog(seen, verb, quote=quote, now=now),
+        "url": request.path,
+        "refused": refused,
+        "given": request.POST,
+    }
+    template = "migrations_app/_dialog.html" if request.htmx else "migrations_app/ask.html"
+    return by_request_kind(render(request, template, context, status=409 if refused else 200))
+
+
+def _done(request: HttpRequest, move: TenantMigration, verb: str) -> HttpResponse:
+    """Answer an act that was accepted: panels look at once, and the page says so."""
+    if not request.htmx:
+        return redirect("move", pk=move.pk)
+    text = f"{verb.replace('_', ' ').capitalize()} of {move} {move.tenant} was accepted."
+    response = render(request, "migrations_app/_done.html", {"text": text})
+    response.headers["HX-Trigger"] = "moved"
+    return response
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def pause(request: HttpRequest, pk: int) -> HttpResponse:
+    """Stop where it is."""
+    return _ask(request, pk, "pause", services.pause)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def abort(request: HttpRequest, pk: int) -> HttpResponse:
+    """Take the way out."""
+    return _ask(request, pk, "abort", services.abort)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def close_fence(request: HttpRequest, pk: int) -> HttpResponse:
+    """Start the drain."""
+    return _ask(request, pk, "close_fence", services.close_fence)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def hold_fence(request: HttpRequest, pk: int) -> HttpResponse:
+    """Move the fence's deadline, once."""
+    seconds = _number(request.POST.get("seconds", ""))
+    return _ask(request, pk, "hold_fence", partial(services.hold_fence, seconds=seconds))
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def confirm_offboard(request: HttpRequest, pk: int) -> HttpResponse:
+    """Allow OFFBOARD to delete the source's copy."""
+    typed = request.POST.get("typed", "").strip()
+    return _ask(request, pk, "confirm_offboard", partial(services.confirm_offboard, typed=typed))
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def leave_behind(request: HttpRequest, pk: int) -> HttpResponse:
+    """End an abort that can't clean its target."""
+    return _ask(request, pk, "leave_behind", services.leave_behind)
+
+
+def _number(text: str) -> float:
+    """Return the number in a field; 0, which no service takes, where there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _at_once(
+    request: HttpRequest, pk: int, panel: str, call: Callable[[Seen], Any]
+) -> HttpResponse:
+    """Carry out an act without a dialog and draw its panel afresh; a refusal inside it."""
+    seen = _seen(pk)
+    try:
+        call(seen)
+    except Refused as refusal:
+        if not request.htmx:
+            return _page(request, _seen(pk), refused=said(refusal))
+        return _panel(request, pk, panel, refused=said(refusal))
+    if not request.htmx:
+        return redirect("move", pk=pk)
+    response = _panel(request, pk, panel)
+    response.headers["HX-Trigger"] = "moved"
+    return response
+
+
+@require_POST
+@access(Role.OPERATOR)
+def resume(request: HttpRequest, pk: int) -> HttpResponse:
+    """Let a paused move go on."""
+
+    def call(seen: Seen) -> None:
+        by = request.user.get_username()
+        services.resume(seen.move, by=by, seen=request.POST.get("seen"), now=database_now())
+
+    return _at_once(request, pk, "head", call)
+
+
+@require_POST
+@access(Role.OPERATOR)
+def recopy(request: HttpRequest, pk: int) -> HttpResponse:
+    """Repair the chosen mismatches, or all of them."""
+
+    def call(seen: Seen) -> None:
+        chosen = [int(text) for text in request.POST.getlist("mismatch") if text.isdecimal()]
+        services.recopy(
+            seen.move,
+            mismatch_ids=panels.repairable(seen) if request.POST.get("all") else chosen,
+            by=request.user.get_username(),
+            seen=request.POST.get("seen"),
+            now=database_now(),
+        )
+
+    return _at_once(request, pk, "mismatches", call)
+
+
+@require_safe
+@access(Role.OPERATOR)
+def mismatch(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponse:
+    """Both sides of one mismatch. Values may be secrets, so viewers don't see them."""
+    seen = _seen(pk)
+    row = seen.move.mismatches.filter(pk=mismatch_pk).first()
+    if row is None:
+        raise Http404(f"{seen.move} has no mismatch {mismatch_pk}.")
+    diff, refused = _diff(seen.move, row)
+    context = {
+        "now": database_now(),
+        "seen": seen,
+        "move": seen.move,
+        "line": panels.mismatch_line(row),
+        "resolved_at": row.resolved_at,
+        "diff": diff,
+        "refused": refused,
+    }
+    return render(request, "migrations_app/mismatch.html", context)
+
+
+def _diff(move: TenantMigration, row: Mismatch) -> tuple[panels.Diff | None, str]:
+    try:
+        return panels.diff(move, row), ""
+    except Refused as refusal:
+        return None, str(refusal)
+
+
+# --- lists ------------------------------------------------------------------------------------------
+
+
+@require_safe
+@access(Role.VIEWER)
+def moves(request: HttpRequest) -> HttpResponse:
+    """Every move: live ones, ended ones, or all."""
+    return _moves(request, "migrations_app/moves.html")
+
+
+@require_safe
+@access(Role.VIEWER)
+def moves_table(request: HttpRequest) -> HttpResponse:
+    """The list without its page."""
+    return _moves(request, "migrations_app/_moves_table.html")
+
+
+def _moves(request: HttpRequest, template: str) -> HttpResponse:
+    now = database_now()
+    state = request.GET.get("state", "live")
+    number = request.GET.get("page", "1")
+    wanted = MovesFilter(
+        state=state if state in ("live", "ended", "all") else "live",
+        text=request.GET.get("q", "").strip()[:100],
+        page=int(number) if number.isdecimal() and len(number) < 7 else 1,
+    )
+    found = panels.moves_page(wanted, now=now)
+    context = {
+        "now": now,
+        "found": found,
+        "shown": counted(found.page.paginator.count, "move"),
+        "query": urlencode({"state": wanted.state, "q": wanted.text, "page": wanted.page}),
+        "every": None if wanted.state == "ended" else 2,
+    }
+    return render(request, template, context)
+
+
+@require_safe
+@access(Role.VIEWER)
+def live_moves(request: HttpRequest) -> HttpResponse:
+    """Moves in progress, worst first."""
+    return render(request, "migrations_app/_live_moves.html", live_moves_context(database_now()))
+
+
+def live_moves_context(now: datetime) -> dict[str, Any]:
+    """Return what `_live_moves.html` draws."""
+    return {"now": now, "lines": panels.live_moves(now=now)}
+
+
+@require_safe
+@access(Role.VIEWER)
+def tenant_moves(request: HttpRequest, slug: str) -> HttpResponse:
+    """The moves of one tenant."""
+    tenant = Tenant.objects.filter(slug=slug).first()
+    if tenant is None:
+        raise Http404(f"There is no tenant {slug}.")
+    context = tenant_moves_context(tenant, database_now())
+    return render(request, "migrations_app/_tenant_moves.html", context)
+
+
+def tenant_moves_context(tenant: Tenant, now: datetime) -> dict[str, Any]:
+    """Return what `_tenant_moves.html` draws."""
+    lines = panels.moves_of(tenant, now=now)
+    live = next((line.move for line in lines if line.move.ended_at is None), None)
+    return {"now": now, "tenant": tenant, "move_lines": lines, "live_move": live}
+
+
+# --- a new move ----------------------------------------------------------------------------------------
+
+
+class NewMove(forms.Form):
+    """What an operator chooses. Ranges are checked by the service, which says why."""
+
+    target_cell = forms.ModelChoiceField(Cell.objects.all(), to_field_name="slug")
+    target_store = forms.ModelChoiceField(Store.objects.all(), to_field_name="key")
+    start_fence = forms.ChoiceField(choices=[("operator", ""), ("fits", "")], initial="operator")
+    fence_not_before = forms.DateTimeField(required=False)
+    budget_seconds = forms.FloatField(initial=150)
+    drain_bound_seconds = forms.FloatField(initial=60)
+    soak_hours = forms.FloatField(initial=72)
+    pace_per_second = forms.FloatField(required=False)
+    offboard = forms.ChoiceField(choices=[("confirm", ""), ("automatic", "")], initial="confirm")
+    reason = forms.CharField(
+        max_length=500,
+        error_messages={"required": "Say why, in a sentence: whoever reads the log needs it."},
+    )
+
+    def options(self) -> dict[str, Any]:
+        """Return the service's arguments besides tenant, cell, store and who."""
+        given = self.cleaned_data
+        return {
+            "reason": given["reason"],
+            "automatic": given["start_fence"] == "fits",
+            "fence_not_before": given["fence_not_before"],
+            "budget_seconds": given["budget_seconds"],
+            "drain_bound_seconds": given["drain_bound_seconds"],
+            "soak_seconds": given["soak_hours"] * 3600,
+            "pace_per_second": given["pace_per_second"],
+            "offboard_automatically": given["offboard"] == "automatic",
+        }
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def new_move(request: HttpRequest) -> HttpResponse:
+    """Choose a tenant, then where it goes; look at both stores, then start."""
+    given = request.POST if request.method == "POST" else request.GET
+    slug = given.get("tenant", "").strip()
+    context: dict[str, Any] = {"now": database_now(), "slug": slug}
+    page = tenants_panels.tenant_page(slug) if slug else None
+    if page is None:
+        context["unknown"] = bool(slug)
+        status = 409 if slug and request.method == "POST" else 200
+        return _new_move_page(request, context, status)
+    form = NewMove(request.POST) if request.method == "POST" else NewMove(initial=_from(request))
+    context |= {
+        "page": page,
+        "tenant": page.tenant,
+        "form": form,
+        "given": _given(form),
+        "live_move": panels.live_move_of([page.tenant]).get(page.tenant.pk),
+        "targets": panels.targets(page.placement),
+    }
+    if request.method != "POST":
+        return _new_move_page(request, context)
+    if request.POST.get("act") == "look":
+        # Only the two places matter for looking; a reason may still be missing.
+        form.fields["reason"].required = False
+    if not form.is_valid():
+        return _new_move_page(request, context, 409)
+    if request.POST.get("act") == "look":
+        return _new_move_page(request, context | {"found": _look(page, form)})
+    try:
+        started = services.start(
+            page.tenant,
+            target_cell=form.cleaned_data["target_cell"],
+            target_store=form.cleaned_data["target_store"],
+            by=request.user.get_username(),
+            now=database_now(),
+            **form.options(),
+        )
+    except Refused as refusal:
+        return _new_move_page(request, context | {"refused": said(refusal)}, 409)
+    if request.htmx:
+        url = reverse("move", args=[started.pk])
+        return HttpResponse(status=204, headers={"HX-Redirect": url})
+    return redirect("move", pk=started.pk)
+
+
+def _new_move_page(
+    request: HttpRequest, context: dict[str, Any], status: int = 200
+) -> HttpResponse:
+    name = "_new_move_form" if request.htmx else "new_move"
+    response = render(request, f"migrations_app/{name}.html", context, status=status)
+    return by_request_kind(response)
+
+
+def _from(request: HttpRequest) -> dict[str, str]:
+    """Return what a link proposes, such as a cell from a plan."""
+    names = ("target_cell", "target_store", "reason")
+    return {name: request.GET[name][:500] for name in names if name in request.GET}
+
+
+def _given(form: NewMove) -> dict[str, Any]:
+    """Return each field's value as it was typed, or its default."""
+    return {name: form[name].value() for name in form.fields}
+
+
+def _look(page: tenants_panels.TenantPage, form: NewMove) -> services.Preflight:
+    return services.preflight(
+        page.tenant,
+        source_cell=page.placement.cell,
+        source_store=page.placement.store,
+        target_cell=form.cleaned_data["target_cell"],
+        target_store=form.cleaned_data["target_store"],
+        now=database_now(),
+    )

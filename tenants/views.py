@@ -1,0 +1,133 @@
+"""Fragments of tenants, cells and instances, and what every view of the product shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from functools import wraps
+from typing import Any, TypeVar
+
+from django.core.exceptions import PermissionDenied
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import render
+from django.utils.cache import patch_vary_headers
+from django.views.decorators.http import require_safe
+
+from durable.clock import database_now
+from tenants import panels, queries
+from tenants.domain.roles import Role, allows
+from tenants.domain.words import clock
+
+View = TypeVar("View", bound=Callable[..., HttpResponse])
+
+
+def access(role: Role) -> Callable[[View], View]:
+    """Let only people of `role` and above pass; others get the 403 page.
+
+    Sets `view.access`, which a test looks for on every URL. `request.role` is what the
+    person holds, for templates that offer a button.
+    """
+
+    def guard(view: View) -> View:
+        @wraps(view)
+        def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+            held = queries.role_of(request.user)
+            if not allows(held, role):
+                has = f"you are {held.value}" if held else "you have none yet"
+                raise PermissionDenied(f"This needs the role {role.value}; {has}.")
+            request.role = held  # type: ignore[attr-defined]
+            return view(request, *args, **kwargs)
+
+        guarded.access = role  # type: ignore[attr-defined]
+        return guarded  # type: ignore[return-value]
+
+    return guard
+
+
+def unchanged(request: HttpRequest, version: str, now: datetime) -> HttpResponse | None:
+    """Return 204 while the page's `?v=` is current; None if the fragment is to be drawn anew.
+
+    `Stamp` says when the old values were still true, for the panel's "Updated".
+    """
+    if request.GET.get("v") != version:
+        return None
+    return HttpResponse(status=204, headers={"Stamp": clock(now, now)})
+
+
+def fragment(
+    request: HttpRequest,
+    template: str,
+    *,
+    version: str,
+    now: datetime,
+    read: Callable[[], dict[str, Any]],
+    status: int = 200,
+) -> HttpResponse:
+    """Answer a poll: 204 while `version` is current, else what `read` returns in `template`."""
+    if status == 200 and (same := unchanged(request, version, now)):
+        return same
+    context = {"now": now, "v": version, "fragment": True, **read()}
+    return render(request, template, context, status=status)
+
+
+def by_request_kind(response: HttpResponse) -> HttpResponse:
+    """Keep caches from giving a page what was made for htmx, or the other way round."""
+    patch_vary_headers(response, ["HX-Request"])
+    return response
+
+
+@require_safe
+@access(Role.VIEWER)
+def cells(request: HttpRequest) -> HttpResponse:
+    """Every cell with its instances."""
+    now = database_now()
+    return render(request, "tenants/_cells.html", cells_context(now))
+
+
+def cells_context(now: datetime) -> dict[str, Any]:
+    """Return what `_cells.html` draws."""
+    return {"now": now, "cells": panels.cell_lines(now=now), "cells_every": 5}
+
+
+@require_safe
+@access(Role.VIEWER)
+def tenant_options(request: HttpRequest) -> HttpResponse:
+    """Options of a field in which a tenant is typed."""
+    slugs = panels.matching_slugs(request.GET.get("tenant", "")[:100])
+    return render(request, "tenants/_tenant_options.html", {"slugs": slugs})
+
+
+@require_safe
+@access(Role.VIEWER)
+def tenant_placement(request: HttpRequest, slug: str) -> HttpResponse:
+    """Where a tenant lives, its limits, and how it came there."""
+    page = _tenant(slug)
+    return fragment(
+        request,
+        "tenants/_tenant_placement.html",
+        version=page.version,
+        now=database_now(),
+        read=lambda: {"page": page},
+    )
+
+
+@require_safe
+@access(Role.VIEWER)
+def tenant_instances(request: HttpRequest, slug: str) -> HttpResponse:
+    """The instances that serve a tenant."""
+    page, now = _tenant(slug), database_now()
+    return render(request, "tenants/_tenant_instances.html", tenant_instances_context(page, now))
+
+
+def tenant_instances_context(page: panels.TenantPage, now: datetime) -> dict[str, Any]:
+    """Return what `_tenant_instances.html` draws."""
+    version = page.entry.version if page.entry is not None and page.fenced else None
+    lines = panels.instance_lines(page.placement.cell, tenant=page.tenant, version=version, now=now)
+    return {"now": now, "page": page, "lines": lines}
+
+
+def _tenant(slug: str) -> panels.TenantPage:
+    page = panels.tenant_page(slug)
+    if page is None:
+        raise Http404(f"There is no tenant {slug}.")
+    return page
