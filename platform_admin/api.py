@@ -145,7 +145,7 @@ class Api(NinjaAPI):
     def _get_urls(self) -> list[URLResolver | URLPattern]:
         patterns = [*super()._get_urls(), re_path("", _nothing_here)]
         for pattern in patterns:
-            pattern.callback.login_required = False
+            cast(Any, pattern).callback.login_required = False
         return patterns
 
 

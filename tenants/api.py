@@ -31,7 +31,7 @@ placement_router = Router(tags=["gateway"])
 ops_router = Router(tags=["operators"])
 
 # Bounds of one report. What a client holds beyond them goes into its next one.
-MAX_TENANTS, MAX_USAGE, MAX_DIRTY, MAX_REASONS = 5_000, 1_000, 2_000, 20
+MAX_TENANTS, MAX_USAGE, MAX_DIRTY, MAX_REASONS = 20_000, 5_000, 10_000, 50
 ID_MAX = 128
 PAGE = 500
 
@@ -68,15 +68,25 @@ def _storable(value: Any) -> str | None:
     return value if fits and not any("\ud800" <= c <= "\udfff" for c in value) else None
 
 
+def _storable_keys(value: Any) -> Any:
+    """Return the mapping without the keys that the database could not hold; no tenant has one."""
+    if not isinstance(value, dict):
+        return value
+    return {key: count for key, count in value.items() if _storable(key) is not None}
+
+
 # No NUL: PostgreSQL can't hold one, neither in text nor in JSON.
 Text = Annotated[str, Field(max_length=100, pattern=r"^[^\x00]*$")]
 Reason = Annotated[str, Field(max_length=2_000, pattern=r"^[^\x00]*$")]
 Slug = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[a-z0-9][a-z0-9_-]*$")]
-Count = Annotated[int, Field(ge=0, le=1_000_000)]
+Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
-# A user or a session may have an id that we can't keep. It must not cost the whole report,
-# and with it the lease.
+# Whoever begins a turn may choose ids that we can't keep. They must not cost the whole report,
+# and with it the lease: such a line is left out.
 Id = Annotated[str | None, BeforeValidator(_storable)]
+Running = Annotated[
+    dict[str, Count], Field(max_length=MAX_TENANTS), BeforeValidator(_storable_keys)
+]
 
 
 class Error(Schema):
@@ -157,7 +167,7 @@ class PolicyOut(Schema):
 
 
 class UsageIn(Schema):
-    tenant: Slug
+    tenant: Id
     minute: AwareDatetime
     turns: Count = 0
     model_calls: Count = 0
@@ -166,7 +176,7 @@ class UsageIn(Schema):
 
 
 class DirtyIn(Schema):
-    tenant: Slug
+    tenant: Id
     user_id: Id = None
     session_id: Id = None
 
@@ -179,8 +189,8 @@ class ReportIn(Schema):
     # Empty while no policy is held.
     applied_version: Text = ""
     # Read together with applied_version, under the lock that admission takes. Absent: 0.
-    in_flight: Annotated[dict[Slug, Count], Field(max_length=MAX_TENANTS)] = {}
-    in_flight_older: Annotated[dict[Slug, Count], Field(max_length=MAX_TENANTS)] = {}
+    in_flight: Running = {}
+    in_flight_older: Running = {}
     usage: Annotated[list[UsageIn], Field(max_length=MAX_USAGE)] = []
     dirty: Annotated[list[DirtyIn], Field(max_length=MAX_DIRTY)] = []
 
@@ -264,11 +274,12 @@ def report(request: HttpRequest, body: ReportIn) -> dict[str, Any]:
                 refused=line.refused,
             )
             for line in body.usage
+            if line.tenant is not None
         ),
         dirty=tuple(
-            Dirty(line.tenant, line.user_id, line.session_id)
+            Dirty(str(line.tenant), str(line.user_id), str(line.session_id))
             for line in body.dirty
-            if line.user_id is not None and line.session_id is not None
+            if None not in (line.tenant, line.user_id, line.session_id)
         ),
     )
     answer = services.report(said, cells=_cells(request), now=database_now())
@@ -491,7 +502,7 @@ def regions(request: HttpRequest, after: Text = "") -> dict[str, Any]:
 
 
 @ops_router.post("/regions", response={201: RegionOut, 403: Error, 409: Error})
-def add_region(request: HttpRequest, body: RegionIn) -> Status:
+def add_region(request: HttpRequest, body: RegionIn) -> Status[dict[str, Any]]:
     """Register a region (admin)."""
     by = require(request, Role.ADMIN).name
     return _made(_region(services.add_region(body.slug, name=body.name, by=by, now=database_now())))
@@ -504,7 +515,7 @@ def cells(request: HttpRequest, after: Text = "") -> dict[str, Any]:
 
 
 @ops_router.post("/cells", response={201: CellOut, 403: Error, 404: Error, 409: Error})
-def add_cell(request: HttpRequest, body: CellIn) -> Status:
+def add_cell(request: HttpRequest, body: CellIn) -> Status[dict[str, Any]]:
     """Register a cell (admin). Its quota is only assumed until it has been verified."""
     cell = services.add_cell(
         body.slug,
@@ -549,7 +560,7 @@ def stores(request: HttpRequest, after: Text = "") -> dict[str, Any]:
 
 
 @ops_router.post("/stores", response={201: OpsStoreOut, 403: Error, 404: Error, 409: Error})
-def add_store(request: HttpRequest, body: OpsStoreIn) -> Status:
+def add_store(request: HttpRequest, body: OpsStoreIn) -> Status[dict[str, Any]]:
     """Register a store by reference (admin)."""
     store = services.add_store(
         body.key,
@@ -570,7 +581,7 @@ def tenants(request: HttpRequest, after: Text = "") -> dict[str, Any]:
 
 
 @ops_router.post("/tenants", response={201: TenantOut, 403: Error, 404: Error, 409: Error})
-def add_tenant(request: HttpRequest, body: TenantIn) -> Status:
+def add_tenant(request: HttpRequest, body: TenantIn) -> Status[dict[str, Any]]:
     """Register a tenant, place it and publish it (admin)."""
     tenant = services.add_tenant(
         body.slug,
@@ -632,7 +643,7 @@ def tokens(request: HttpRequest, after: int = 0) -> dict[str, Any]:
 
 
 @ops_router.post("/tokens", response={201: NewTokenOut, 403: Error, 404: Error, 409: Error})
-def make_token(request: HttpRequest, body: TokenIn) -> Status:
+def make_token(request: HttpRequest, body: TokenIn) -> Status[dict[str, Any]]:
     """Make a token (admin). The answer is the only time its secret is shown."""
     by = require(request, Role.ADMIN).name
     token, secret = services.make_token(
@@ -660,7 +671,7 @@ def revoke_token(request: HttpRequest, token_id: int, body: WhyIn) -> dict[str, 
     return _token_row(services.revoke_token(token, by=by, reason=body.reason, now=database_now()))
 
 
-def _made(row: dict[str, Any]) -> Status:
+def _made(row: dict[str, Any]) -> Status[dict[str, Any]]:
     return Status(201, row)
 
 

@@ -288,8 +288,8 @@ class UsageLine(models.Model):
     seq = models.PositiveBigIntegerField()
     tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="usage_lines")
     minute = models.DateTimeField()
-    turns = models.PositiveIntegerField(default=0)
-    model_calls = models.PositiveIntegerField(default=0)
+    turns = models.PositiveBigIntegerField(default=0)
+    model_calls = models.PositiveBigIntegerField(default=0)
     tokens = models.PositiveBigIntegerField(default=0)
     # Reason (rate, concurrency, quota, budget, draining) -> refused turns.
     refused = models.JSONField(default=dict)
