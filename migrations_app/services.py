@@ -62,6 +62,10 @@ class Check:
     detail: str
 
 
+# The app's shared state in a store that holds nothing of it.
+NOTHING = (None, "{}")
+
+
 @dataclass(frozen=True)
 class Preflight:
     """What can be known without writing anything, about both sides."""
@@ -368,7 +372,9 @@ def _held(
     """Return whose leftovers `store` may hold, by its closed guard row, and if it holds nothing."""
     with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
         guard = port.guard()
-        empty = not port.page(START, 1) and not port.shared_page(None, 1)
+        # The app's own row is always shown, as {} where there is none; a user's is not.
+        shared = [row for row in port.shared_page(None, 2) if (row.user_id, row.state) != NOTHING]
+        empty = not port.page(START, 1) and not shared
     if guard is None or guard.agents:
         return None, empty
     if move is not None and guard.move == move.pk:
