@@ -93,7 +93,7 @@ TEMPLATES = [
 
 DATABASES = {
     "default": dj_database_url.parse(
-        os.environ.get("DATABASE_URL", f"sqlite:///{HOME / 'switchyard.sqlite3'}"),
+        os.environ.get("DATABASE_URL") or f"sqlite:///{HOME / 'switchyard.sqlite3'}",
         conn_max_age=60,
     )
 }
