@@ -123,6 +123,11 @@ class Seen:
             return None
         return 2 if self.phase == Phase.SOAK else 1
 
+    @property
+    def every_chart(self) -> int | None:
+        """Seconds between two looks at the chart's table."""
+        return None if self.ended else 5
+
     def soak_over(self, now: datetime) -> bool:
         until = self.move.soak_until
         return self.phase == Phase.SOAK and until is not None and until <= now
@@ -195,6 +200,12 @@ class Action:
     why: str = ""
     # False: it acts at once, for it undoes itself.
     dialog: bool = True
+    # The one thing that the move waits for.
+    primary: bool = False
+
+    @property
+    def disabled(self) -> bool:
+        return not self.enabled
 
 
 @dataclass(frozen=True)
@@ -273,7 +284,7 @@ def _drain_action(seen: Seen, now: datetime) -> Action:
     if seen.open_mismatches:
         why = "Start drain opens when no mismatch is open."
         return Action("close_fence", label, False, why=why)
-    return Action("close_fence", label, not seen.aborting)
+    return Action("close_fence", label, not seen.aborting, primary=seen.ready)
 
 
 def _hold_action(seen: Seen) -> Action:
@@ -531,6 +542,7 @@ class Progress:
     context: str
     bar: float
     bar_label: str
+    bar_glyph: str
     # Percent of the bar that differs.
     bad: float
     rows: tuple[Row, ...]
@@ -559,11 +571,16 @@ def progress(seen: Seen, *, now: datetime) -> Progress:
         context=context,
         bar=round(share - bad, 2),
         bar_label=f"{reading} {context}",
+        bar_glyph=BAR_GLYPHS.get(seen.status(now).glyph, "live"),
         bad=bad,
         rows=tuple(_progress_rows(seen, speed, left, now)),
         notice=notice,
         notice_status=notice_status,
     )
+
+
+# What a bar is toned by, where the move is not simply going on.
+BAR_GLYPHS = {"paused": "paused", "soak": "soak", "waiting": "done", "done": "done"}
 
 
 def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
@@ -775,8 +792,11 @@ class FencePanel:
     worst: float
     budget: float
     slices: tuple[Slice, ...]
+    # Percent up to which it may come at worst; None: it runs, or is over.
+    ghost: float | None
     # Percent of the bar's width where the budget, or what was expected, ends.
     mark: float | None
+    bar_label: str
     # NULL: no deadline runs.
     deadline_at: datetime | None
     deadline_seconds: float | None
@@ -831,7 +851,10 @@ def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
         worst=quote.worst,
         budget=move.budget_seconds,
         slices=_slices([line.expected for line in lines], scale),
+        ghost=_share(quote.worst, scale),
         mark=_share(move.budget_seconds, scale),
+        bar_label=f"{duration(quote.expected)} expected, {duration(quote.worst)} at worst,"
+        f" budget {limit(move.budget_seconds)}",
         deadline_at=None,
         deadline_seconds=None,
         held_by="",
@@ -889,7 +912,9 @@ def _fence_closed(seen: Seen, now: datetime) -> FencePanel:
         worst=float(move.quote.get("worst", 0.0)),
         budget=move.budget_seconds,
         slices=_slices([line.actual or 0.0 for line in lines], scale),
+        ghost=None,
         mark=_share(expected, scale),
+        bar_label=f"{elapsed(reading)} of {duration(expected)} expected",
         deadline_at=deadline,
         deadline_seconds=left,
         held_by=move.deadline_held_by,
@@ -983,7 +1008,8 @@ def checks(seen: Seen) -> Checks:
 class MismatchLine:
     """One open mismatch as a row: which session, what differs first, and what may be done."""
 
-    pk: int
+    # Text, for templates write numbers with separators.
+    key: str
     session_id: str
     user_id: str
     # events, state, user state, app state, missing, extra.
@@ -1040,7 +1066,7 @@ def mismatch_line(row: Mismatch) -> MismatchLine:
     """Return one mismatch as a page shows it."""
     known = {looks.value for looks in Looks}
     return MismatchLine(
-        pk=row.pk,
+        key=str(row.pk),
         session_id=row.session_id,
         user_id=row.user_id,
         what=PARTS.get(row.part, row.part),

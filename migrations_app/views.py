@@ -178,7 +178,7 @@ def changed_figure(request: HttpRequest, pk: int) -> HttpResponse:
     return JsonResponse(figures.changed(seen, panels.samples(seen.move)))
 
 
-# --- acts -----------------------------------------------------------------------------------------
+# --- acts ---------------------------------------------------------
 
 
 def said(refusal: Refused) -> str:
@@ -359,7 +359,7 @@ def _diff(move: TenantMigration, row: Mismatch) -> tuple[panels.Diff | None, str
         return None, str(refusal)
 
 
-# --- lists ------------------------------------------------------------------------------------------
+# --- lists ---------------------------------------------------------
 
 
 @require_safe
@@ -426,7 +426,7 @@ def tenant_moves_context(tenant: Tenant, now: datetime) -> dict[str, Any]:
     return {"now": now, "tenant": tenant, "move_lines": lines, "live_move": live}
 
 
-# --- a new move ----------------------------------------------------------------------------------------
+# --- a new move ---------------------------------------------------------
 
 
 class NewMove(forms.Form):
@@ -481,6 +481,9 @@ def new_move(request: HttpRequest) -> HttpResponse:
         "given": _given(form),
         "live_move": panels.live_move_of([page.tenant]).get(page.tenant.pk),
         "targets": panels.targets(page.placement),
+        "longest_tool": tenants_panels.longest_tool_seconds(
+            page.placement.cell, now=context["now"]
+        ),
     }
     if request.method != "POST":
         return _new_move_page(request, context)
@@ -523,8 +526,12 @@ def _from(request: HttpRequest) -> dict[str, str]:
 
 
 def _given(form: NewMove) -> dict[str, Any]:
-    """Return each field's value as it was typed, or its default."""
-    return {name: form[name].value() for name in form.fields}
+    """Return each field's value as it was typed, or its default, as text."""
+    values = {name: form[name].value() for name in form.fields}
+    return {
+        name: f"{value:g}" if isinstance(value, int | float) else value or ""
+        for name, value in values.items()
+    }
 
 
 def _look(page: tenants_panels.TenantPage, form: NewMove) -> services.Preflight:

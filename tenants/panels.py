@@ -158,6 +158,12 @@ def _line(
     )
 
 
+def longest_tool_seconds(cell: Cell, *, now: datetime) -> float:
+    """Return the longest tool time-out that a live instance of the cell stated; 0 if none lives."""
+    alive = queries.live_instances(cell, now=now)
+    return max((row.longest_tool_seconds for row in alive), default=0.0)
+
+
 # --- cells ------------------------------------------------------------------------------------
 
 

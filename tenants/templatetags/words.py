@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from urllib.parse import urlencode
 
@@ -58,3 +59,19 @@ def poll(name: str, *args: object, v: str = "", every: int | None, also: str = "
 def bar(share: float | None) -> str:
     """Return a bar's width as SVG wants it, whatever the language of the page."""
     return f"{share or 0:.2f}"
+
+
+# Lamps of one row stand 12 units apart; past so many only the words count them.
+LAMP_GAP, LAMPS_MOST = 12, 24
+
+
+@register.simple_tag
+def lamps_width(lamps: Sequence[bool]) -> int:
+    """Return the width of a row of lamps, in SVG units."""
+    return LAMP_GAP * min(len(lamps), LAMPS_MOST) - 2
+
+
+@register.simple_tag
+def lamp_x(index: int, offset: float = 0) -> str:
+    """Return where a lamp's middle, or something beside it, stands."""
+    return f"{LAMP_GAP * index + 5 + offset:g}"
