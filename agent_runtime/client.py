@@ -226,17 +226,18 @@ class PolicyClient:
             return self._poll_after_ms / 1000 * (1 + JITTER * (2 * self._dice() - 1))
 
     def _run(self, stop: threading.Event) -> None:
-        while not stop.is_set():
-            # Before the round: a wish that comes during it is answered by the next.
+        while True:
+            # Before the round: a wish that comes during it is answered by the next one. And
+            # before the look at `stop`, whose own wake-up this may have cleared.
             self._wake.clear()
+            if stop.is_set():
+                return
             try:
                 wait = self.tick()
             except Exception as error:
                 # A bug must not end the thread: the lease would run out in silence.
                 log.exception("a round of %s failed", self.name)
                 wait = self._back_off(Unreachable(repr(error)))
-            if stop.is_set():
-                return  # Its wake-up may be the one that was cleared above.
             # While it backs off nothing shortens the wait, or a drain would hammer.
             (stop if self._failures else self._wake).wait(wait)
 
@@ -276,7 +277,7 @@ class PolicyClient:
         Turns that run stay counted, and are in the next id's reports.
         """
         self.fence.drop()
-        self._replaces, self.instance = self.instance or self._replaces, None
+        self._replaces, self.instance = self.instance, None
 
     def _join(self) -> str:
         # The last report of an earlier id first: whether its usage was counted, only that id's

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -217,25 +219,32 @@ def test_a_report_that_does_not_fit_is_followed_by_the_rest_at_once(
 
 
 def test_a_report_that_says_nobody_is_inside_holds_what_they_did(
-    plane: ControlPlane, client: PolicyClient
+    plane: ControlPlane, client: PolicyClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A turn ends while a report is being built: counted there, or in it with all it served."""
-    inside = client.fence.enter("acme")
-    inside.__enter__()
-    take = client.usage.take
+    """A turn notes what it served and leaves, between the two looks that make a report."""
+    turn = ExitStack()
+    turn.enter_context(client.fence.enter("acme"))
+    looks: list[str] = []
 
-    def turn_ends_first() -> Any:
-        client.usage.served("acme", "u", "s")
-        inside.__exit__(None, None, None)
-        return take()
+    def then_the_turn_ends(what: str, look: Callable[[], Any]) -> Callable[[], Any]:
+        def both() -> Any:
+            seen = look()
+            if not looks:
+                client.usage.served("acme", "u", "s")
+                turn.close()
+            looks.append(what)
+            return seen
 
-    client.usage.take = turn_ends_first  # type: ignore[method-assign]
+        return both
+
+    monkeypatch.setattr(client.fence, "word", then_the_turn_ends("word", client.fence.word))
+    monkeypatch.setattr(client.usage, "take", then_the_turn_ends("take", client.usage.take))
     client.tick()
-    client.usage.take = take  # type: ignore[method-assign]
     client.tick()
-    empty = [one["seq"] for one in plane.reports if one["seq"] > 1 and not one["in_flight"]]
-    noted = [one["seq"] for one in plane.reports if one["dirty"]]
-    assert noted[0] <= empty[0]
+    assert sorted(looks[:2]) == ["take", "word"]
+    says_empty = [one["seq"] for one in plane.reports[1:] if not one["in_flight"]]
+    says_served = [one["seq"] for one in plane.reports[1:] if one["dirty"]]
+    assert says_served[0] <= says_empty[0]
 
 
 @given(seed=st.integers(0, 2**32))
