@@ -15,7 +15,7 @@ from django.contrib.auth.models import User
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse
 from ninja import Router, Schema, Status
-from pydantic import AwareDatetime, BeforeValidator, Field
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
 
 from durable.clock import database_now
 from durable.errors import Refused
@@ -75,11 +75,20 @@ def _storable_keys(value: Any) -> Any:
     return {key: count for key, count in value.items() if _storable(key) is not None}
 
 
+def _utc(value: datetime) -> datetime:
+    """Return the moment in UTC. Raises ValueError at the ends of the calendar."""
+    try:
+        return value.astimezone(UTC)
+    except OverflowError as error:
+        raise ValueError("there is no such moment in UTC") from error
+
+
 # No NUL: PostgreSQL can't hold one, neither in text nor in JSON.
 Text = Annotated[str, Field(max_length=100, pattern=r"^[^\x00]*$")]
 Reason = Annotated[str, Field(max_length=2_000, pattern=r"^[^\x00]*$")]
 Slug = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Moment = Annotated[AwareDatetime, AfterValidator(_utc)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 # Whoever begins a turn may choose ids that we can't keep. They must not cost the whole report,
 # and with it the lease: such a line is left out.
@@ -168,7 +177,7 @@ class PolicyOut(Schema):
 
 class UsageIn(Schema):
     tenant: Id
-    minute: AwareDatetime
+    minute: Moment
     turns: Count = 0
     model_calls: Count = 0
     tokens: Annotated[int, Field(ge=0, le=10**12)] = 0
@@ -267,7 +276,7 @@ def report(request: HttpRequest, body: ReportIn) -> dict[str, Any]:
         usage=tuple(
             Usage(
                 tenant=line.tenant,
-                minute=line.minute.astimezone(UTC),
+                minute=line.minute,
                 turns=line.turns,
                 model_calls=line.model_calls,
                 tokens=line.tokens,
@@ -466,7 +475,7 @@ class TokenIn(Schema):
     cells: Annotated[list[Slug], Field(max_length=1_000)] = []
     tenant: Slug | None = None
     # For role operator: the signed-in user that makes it, and nobody else.
-    expires_at: AwareDatetime
+    expires_at: Moment
 
 
 class TokenOut(Schema):

@@ -246,7 +246,10 @@ class RuntimeInstance(models.Model):
     joined_at = models.DateTimeField()
     # A lease bounds when a turn may start; judged on the database's clock plus 5 s.
     lease_until = models.DateTimeField()
-    # NULL: it has never asked for a policy, so it serves nothing and proves nothing.
+    # True: its process had an id before, whose running turns are this row's to report. It then
+    # counts in a fence from its join on; any other from its first poll.
+    took_over = models.BooleanField(default=False)
+    # NULL: it has never asked for a policy, so it serves nothing.
     # Written at every poll at the fast cadence, and now and then at the slow one, where
     # nobody measures silence: no fence begins before every instance polls fast.
     polled_at = models.DateTimeField(null=True, blank=True)

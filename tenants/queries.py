@@ -243,6 +243,7 @@ def _fact(row: RuntimeInstance, current_epoch: str, tenant: Tenant | None) -> Fa
         name=row.name,
         longest_turn_seconds=row.longest_turn_seconds,
         lease_until=row.lease_until,
+        took_over=row.took_over,
         polled_at=row.polled_at,
         reported_at=row.reported_at,
         poll_after_ms=row.poll_after_ms,

@@ -538,22 +538,18 @@ def join(
     # reports, and the old id no longer speaks for them. So the new id counts in a fence from now
     # on, although it has not asked for a policy: otherwise a proof made between its join and
     # its first poll would overlook those turns.
-    counts = replaces is not None
-    mine = Q(cell=cell, boot=boot, gone_at=None, seq=0)
+    took_over = replaces is not None
+    mine = Q(cell=cell, boot=boot, gone_at=None, seq=0, polled_at=None)
     before = RuntimeInstance.objects.select_for_update().filter(Q(key=replaces or "") | mine)
     for row in before.order_by("pk"):
-        if row.key == replaces:
-            if row.boot != boot or row.cell_id != cell.pk:
-                raise AnotherProcess(
-                    "Only the process that had an id may replace it, and this one has another "
-                    "boot id or serves another cell. Join without `replaces`."
-                )
-        elif row.polled_at is not None and row.polled_at != row.joined_at:
-            continue
-        else:
-            # A join whose answer was lost left a row that nobody speaks for. It never asked
-            # for a policy, so it served nothing; what it counted for is the new id's now.
-            counts = counts or row.polled_at is not None
+        if row.key == replaces and (row.boot != boot or row.cell_id != cell.pk):
+            raise AnotherProcess(
+                "Only the process that had an id may replace it, and this one has another boot id "
+                "or serves another cell. Join without `replaces`."
+            )
+        # The others are joins whose answers were lost: they never asked for a policy, so they
+        # served nothing, and nobody speaks for them. What they took over is the new id's now.
+        took_over = took_over or row.took_over
         if row.gone_at is None:
             _mark_gone(row, GoneWhy.REPLACED, now)
     return RuntimeInstance.objects.create(
@@ -568,7 +564,7 @@ def join(
         stores=stores,
         joined_at=now,
         lease_until=now + _lease(),
-        polled_at=now if counts else None,
+        took_over=took_over,
     )
 
 

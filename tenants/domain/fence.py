@@ -78,6 +78,8 @@ class Facts:
     name: str
     longest_turn_seconds: float
     lease_until: datetime
+    # Its process had an id before, and turns that run are this one's to report.
+    took_over: bool
     # None: it never asked for a policy.
     polled_at: datetime | None
     reported_at: datetime | None
@@ -109,6 +111,16 @@ def has_lapsed(facts: Facts, now: datetime) -> bool:
     return lapses_at(facts.lease_until, facts.longest_turn_seconds) <= now
 
 
+def counts(facts: Facts) -> bool:
+    """Return whether the instance may run turns, unless it has lapsed.
+
+    One that never asked for a policy serves nothing, so it counts neither in rule 1 nor in 5; if
+    it asks after the fence was published, the fence is in its first policy. A process that
+    joined anew may still run turns that it began under its old id, so it counts at once.
+    """
+    return not facts.gone and (facts.took_over or facts.polled_at is not None)
+
+
 def waits_for(instances: Iterable[Facts], *, now: datetime) -> list[InstanceWord]:
     """Return the instances that keep a fence from beginning (rule 1).
 
@@ -134,9 +146,7 @@ def judge(instances: Iterable[Facts], version: int, *, now: datetime) -> Proof:
             words.append(_word(one, "missing"))
         else:
             words.append(_word(one, "draining" if one.in_flight else "closed"))
-    lapsed = [
-        one for one in known if not one.gone and one.polled_at is not None and has_lapsed(one, now)
-    ]
+    lapsed = [one for one in known if counts(one) and has_lapsed(one, now)]
     gone = [one for one in known if one.gone]
     return Proof(
         drained=all(word.state == "closed" for word in words),
@@ -151,16 +161,7 @@ def judge(instances: Iterable[Facts], version: int, *, now: datetime) -> Proof:
 
 
 def _could_write(instances: Iterable[Facts], now: datetime) -> list[Facts]:
-    """Return who may still run a turn.
-
-    One that never asked for a policy serves nothing, so it counts neither in rule 1 nor in 5;
-    if it asks after the fence was published, the fence is in its first policy.
-    """
-    return [
-        one
-        for one in instances
-        if not one.gone and one.polled_at is not None and not has_lapsed(one, now)
-    ]
+    return [one for one in instances if counts(one) and not has_lapsed(one, now)]
 
 
 def _listens(one: Facts, now: datetime) -> bool:
