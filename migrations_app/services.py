@@ -62,10 +62,6 @@ class Check:
     detail: str
 
 
-# The app's shared state in a store that holds nothing of it.
-NOTHING = (None, "{}")
-
-
 @dataclass(frozen=True)
 class Preflight:
     """What can be known without writing anything, about both sides."""
@@ -372,9 +368,7 @@ def _held(
     """Return whose leftovers `store` may hold, by its closed guard row, and if it holds nothing."""
     with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
         guard = port.guard()
-        # The app's own row is always shown, as {} where there is none; a user's is not.
-        shared = [row for row in port.shared_page(None, 2) if (row.user_id, row.state) != NOTHING]
-        empty = not port.page(START, 1) and not shared
+        empty = not port.page(START, 1) and not port.shared_page(None, 1)
     if guard is None or guard.agents:
         return None, empty
     if move is not None and guard.move == move.pk:
