@@ -222,7 +222,8 @@ def join(request: HttpRequest, body: JoinIn) -> dict[str, Any]:
             f"This token is not for a cell {body.cell}. Use that cell's token."
         )
     now = database_now()
-    cell = cells[body.cell]
+    # Read afresh: the token's row, and its cells with it, may be a second old.
+    cell = Cell.objects.get(pk=cells[body.cell].pk)
     row = services.join(
         cell,
         name=body.name,

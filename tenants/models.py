@@ -25,7 +25,7 @@ class Cell(models.Model):
     slug = models.SlugField(max_length=60, unique=True)
     region = models.ForeignKey(Region, models.PROTECT, related_name="cells")
     # Where gateways forward turns; empty when runtimes and clients share a process.
-    url = models.URLField(blank=True, default="")
+    url = models.CharField(max_length=200, blank=True, default="")
     # Serves deltas of the policy; raised by every publication. Never a cursor of anything else.
     policy_version = models.PositiveBigIntegerField(default=0)
     # The policy's `cell` part (shifts, regions), and the version that last changed it.
