@@ -14,38 +14,55 @@ SHORT_SECONDS = 300
 
 
 def changed(seen: Seen, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the figure "changed sessions while copying": changed, and copied on its own scale."""
+    """Return the figure "changed sessions while copying": per pass, and copied on its own scale.
+
+    The first pass copies everything, so what it copies has not changed: the line begins
+    with the second.
+    """
     # Below some minutes the ticks would all read the same minute.
     seconds = (samples[-1].at - samples[0].at).total_seconds() if samples else 0.0
     ticks = "%H:%M" if seconds > SHORT_SECONDS else "%H:%M:%S"
     times = [f"{sample.at:%Y-%m-%d %H:%M:%S}" for sample in samples]
-    figure: dict[str, Any] = {
-        "data": [
+    again = any(sample.passes > 1 for sample in samples)
+    copied: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "copied in all",
+        "x": times,
+        "y": [sample.copied for sample in samples],
+        "line": {"color": "var(--ink-3)", "width": 1.5, "dash": "dash"},
+        "hovertemplate": "%{y:,}",
+    }
+    data = [copied]
+    layout: dict[str, Any] = {
+        "xaxis": {"type": "date", "tickformat": ticks, "hoverformat": "%H:%M:%S", "nticks": 6},
+        "yaxis": {"rangemode": "tozero", "tickformat": ",d", "nticks": 5},
+    }
+    if again:
+        copied["yaxis"] = "y2"
+        data = [
             {
                 "type": "scatter",
                 "mode": "lines",
                 "name": "changed",
                 "x": times,
-                "y": [sample.changed for sample in samples],
+                "y": [sample.changed if sample.passes > 1 else None for sample in samples],
                 "line": {"color": "var(--caution)", "width": 2, "shape": "hv"},
                 "hovertemplate": "%{y:,}",
             },
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "copied",
-                "x": times,
-                "y": [sample.copied for sample in samples],
-                "yaxis": "y2",
-                "line": {"color": "var(--ink-3)", "width": 1.5, "dash": "dash"},
-                "hovertemplate": "%{y:,}",
-            },
-        ],
-        "layout": {
-            "xaxis": {"type": "date", "tickformat": ticks, "hoverformat": "%H:%M:%S", "nticks": 6},
-            "yaxis": {"rangemode": "tozero", "tickformat": ",d", "nticks": 5},
-            "yaxis2": {"overlaying": "y", "side": "right", "rangemode": "tozero", "visible": False},
-        },
+            copied,
+        ]
+        layout["yaxis2"] = {
+            "overlaying": "y",
+            "side": "right",
+            "rangemode": "tozero",
+            "visible": False,
+        }
+    figure: dict[str, Any] = {
+        # Shown in the plot's place while there is nothing to draw.
+        "empty": "" if samples else "Nothing has been copied yet.",
+        "data": data,
+        "layout": layout,
         "narrow": {"xaxis": {"nticks": 4}},
     }
     if not seen.ended:

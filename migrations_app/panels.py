@@ -17,7 +17,7 @@ from django.core.paginator import Page, Paginator
 from django.db.models import Count, Exists, F, OuterRef, Q, QuerySet, Window
 from django.db.models.functions import RowNumber
 
-from migrations_app import ports
+from migrations_app import ports, queries
 from migrations_app.domain.mismatch import WORDS, Looks
 from migrations_app.domain.phases import (
     ENDED,
@@ -227,9 +227,10 @@ class Head:
 def head(seen: Seen, *, now: datetime) -> Head:
     """Return the status words and the buttons of the move's page head."""
     status = seen.status(now)
-    word = status.word
-    if not seen.ended:
-        word = f"{word} in {seen.phase.upper()}"
+    if status.glyph == "fenced":
+        # The fence has a tag of its own.
+        status = Status("moving", "Moving")
+    word = status.word if seen.ended else f"{status.word} in {seen.phase.upper()}"
     tags = [Status(status.glyph, word)]
     if seen.fenced:
         tags.append(Status("fenced", "Fence closed"))
@@ -699,6 +700,16 @@ def _progress_rows(
         if left is not None:
             eta = f"{clock(now + timedelta(seconds=left), now)}, in {elapsed(max(1, left))}"
         yield Row("ETA at this rate", eta)
+    if phase == Phase.DRAIN and move.fence_version is not None:
+        lines = _source_lines(seen, move.fence_version, now)
+        alive = [line for line in lines if line.state not in ("lapsed", "gone")]
+        acked = sum(line.state != "missing" for line in alive)
+        yield Row("Instances acknowledged", f"{acked} of {len(alive)}")
+        yield Row("In flight", count(sum(line.in_flight for line in alive)))
+        if move.fence_closed_at is not None:
+            bound = move.fence_closed_at + timedelta(seconds=move.drain_bound_seconds)
+            gives_up = elapsed(max(0.0, (bound - now).total_seconds()))
+            yield Row("Gives up", f"{clock(bound, now)}, in {gives_up}")
     if phase == Phase.BACKFILL:
         if move.pace_per_second:
             yield Row("Pace limit", rate(move.pace_per_second))
@@ -715,7 +726,7 @@ def _progress_rows(
     if phase in (Phase.OFFBOARD, Phase.DONE):
         yield Row("Deleted at the source", count(move.deleted))
     if move.interrupted and phase != Phase.DONE:
-        yield Row("End in an interrupted turn, copied as they are", count(move.interrupted))
+        yield Row("Interrupted turns, copied as they are", count(move.interrupted))
     if phase == Phase.SOAK and move.soak_until is not None:
         yield Row("Soak ends", clock(move.soak_until, now))
         yield Row(
@@ -821,9 +832,9 @@ PART_PHASE = {
 
 
 def fence(seen: Seen, quote: Quote | None, *, now: datetime) -> FencePanel | None:
-    """Return the quote before the fence closes, and beside the actual from then on.
+    """Return the quote before the fence closes, and the actual beside it from then on.
 
-    None: there is nothing to show, for it never closed and never will.
+    None: nothing can be quoted yet, or it never closed and never will.
     """
     move = seen.move
     if move.fence_closed_at is None:
@@ -839,8 +850,13 @@ def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
         FenceLine(part.name.capitalize(), part.detail, part.expected, part.worst, None)
         for part in quote.parts
     )
-    fits = quote.worst <= move.budget_seconds
-    status = Status("ready", "Fits its budget") if fits else Status("warn", "Over its budget")
+    if quote.worst <= move.budget_seconds:
+        status = Status("ready", "Fits its budget")
+    elif move.pass_ended_at is None:
+        # Whatever is not copied yet counts as changed: no cause for alarm in a first pass.
+        status = Status("waiting", "First pass runs")
+    else:
+        status = Status("warn", "Over its budget")
     scale = max(quote.worst, move.budget_seconds)
     return FencePanel(
         status=status,
@@ -937,30 +953,40 @@ def _slices(seconds: Sequence[float], scale: float) -> tuple[Slice, ...]:
 
 @dataclass(frozen=True)
 class Instances:
-    """The source cell's instances, as far as this move's fence is concerned."""
+    """A cell's instances: as far as this move's fence is concerned, or who serves the tenant."""
 
     cell: Cell
     lines: tuple[InstanceLine, ...]
     note: str
     foot: str
+    # None: no fence is closed.
     fence_version: int | None
 
 
 def instances(seen: Seen, *, now: datetime) -> Instances:
-    """Return who has closed the fence and who is missing; before it, who would be waited for."""
+    """Return who has closed the fence and who is missing; otherwise who serves the tenant."""
     move = seen.move
-    cell = move.source_cell
     version = move.fence_version if seen.fenced else None
-    lines = tenants_panels.instance_lines(cell, tenant=move.tenant, version=version, now=now)
-    counted_ones = [line for line in lines if line.state not in ("lapsed", "gone")]
-    flying = sum(line.in_flight for line in counted_ones)
-    in_flight = f"{flying:,} in flight"
-    if version is not None:
-        acked = sum(line.state in ("closed", "draining") for line in counted_ones)
-        note = f"{acked} of {len(counted_ones)} acknowledged, {in_flight}"
+    if move.placement_version is None:
+        cell, lines = move.source_cell, _source_lines(seen, version, now)
     else:
-        note = f"{len(counted_ones)} alive, {in_flight}"
+        cell = move.target_cell
+        lines = tenants_panels.instance_lines(cell, tenant=move.tenant, version=None, now=now)
+    alive = [line for line in lines if line.state not in ("lapsed", "gone")]
+    in_flight = f"{sum(line.in_flight for line in alive):,} in flight"
+    if version is not None:
+        acked = sum(line.state in ("closed", "draining") for line in alive)
+        note = f"{acked} of {len(alive)} acknowledged, {in_flight}"
+    else:
+        note = f"{len(alive)} alive, {in_flight}"
     return Instances(cell, tuple(lines), note, _missing(lines, version, now), version)
+
+
+def _source_lines(seen: Seen, version: int | None, now: datetime) -> list[InstanceLine]:
+    move = seen.move
+    return tenants_panels.instance_lines(
+        move.source_cell, tenant=move.tenant, version=version, now=now
+    )
 
 
 def _missing(lines: Sequence[InstanceLine], version: int | None, now: datetime) -> str:
@@ -1198,7 +1224,13 @@ GRAVITY = {
 }
 
 
+# A list works out the quote of so many moves that still copy; each costs a few reads.
+QUOTED_MOST = 20
+
+
 def _lines(moves: Sequence[TenantMigration], *, now: datetime) -> list[MoveLine]:
+    copying = [move for move in moves if move.phase == Phase.BACKFILL][:QUOTED_MOST]
+    quotes = {move.pk: queries.fence_quote(move, now=now).expected for move in copying}
     open_ones = dict(
         Mismatch.objects.filter(move__in=moves, resolved_at=None)
         .values_list("move_id")
@@ -1206,7 +1238,13 @@ def _lines(moves: Sequence[TenantMigration], *, now: datetime) -> list[MoveLine]
     )
     speeds = _rates(moves, now)
     return [
-        _line(Seen(move, open_ones.get(move.pk, 0)), speeds.get(move.pk), now) for move in moves
+        _line(
+            Seen(move, open_ones.get(move.pk, 0)),
+            speeds.get(move.pk),
+            quotes.get(move.pk, move.quote.get("expected")),
+            now,
+        )
+        for move in moves
     ]
 
 
@@ -1222,7 +1260,7 @@ def _rates(moves: Sequence[TenantMigration], now: datetime) -> dict[int, float |
     return {move.pk: speeds.get(move.pk) or _rate_of_phase(move, now) for move in moves}
 
 
-def _line(seen: Seen, speed: float | None, now: datetime) -> MoveLine:
+def _line(seen: Seen, speed: float | None, expected: float | None, now: datetime) -> MoveLine:
     move, phase = seen.move, seen.phase
     status = seen.status(now)
     left = seconds_left(seen, speed)
@@ -1241,7 +1279,6 @@ def _line(seen: Seen, speed: float | None, now: datetime) -> MoveLine:
     if move.fence_closed_at is not None:
         spent = ((move.fence_opened_at or now) - move.fence_closed_at).total_seconds()
         fence_now = elapsed(spent) if seen.fenced else f"was {duration(spent)}"
-    expected = move.quote.get("expected")
     return MoveLine(
         move=move,
         status=status,
@@ -1463,7 +1500,8 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
     if seen.fenced and move.fence_closed_at is not None:
         text = f"{text} {_fence_sentence(move, now)}".strip()
     return Attention(
-        rank=GRAVITY[status.glyph],
+        # Whoever refuses turns now is worse than whoever does not.
+        rank=GRAVITY[status.glyph] - (0.5 if seen.fenced else 0),
         status=Status(status.glyph, status.word),
         title=title,
         text=text,

@@ -18,6 +18,7 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 from durable.clock import database_now
 from durable.errors import Refused
 from migrations_app import figures, panels, queries, services
+from migrations_app.domain.phases import Phase
 from migrations_app.models import Mismatch, TenantMigration
 from migrations_app.panels import MovesFilter, Seen
 from tenants import panels as tenants_panels
@@ -33,7 +34,8 @@ Read = Callable[[Seen, datetime], Any]
 
 
 def _fence(seen: Seen, now: datetime) -> panels.FencePanel | None:
-    ahead = seen.move.fence_closed_at is None and not seen.ended and not seen.aborting
+    # Before anything was counted or timed a quote would be a guess.
+    ahead = seen.phase == Phase.BACKFILL and seen.move.passes > 0 and not seen.aborting
     quote = queries.fence_quote(seen.move, now=now) if ahead else None
     return panels.fence(seen, quote, now=now)
 
@@ -80,6 +82,7 @@ def _page(request: HttpRequest, seen: Seen, *, refused: str = "") -> HttpRespons
         "move": seen.move,
         "panels": found,
         "versions": {name: _version(panel) for name, panel in found.items()},
+        "again": seen.move.passes > 1,
         "changed_in_words": panels.changed_in_words(seen),
         "refused": refused,
     }

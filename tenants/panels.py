@@ -13,7 +13,7 @@ from django.db.models import Count, Q, QuerySet
 from tenants import queries
 from tenants.domain.fence import Accepts, GoneWhy, lapses_at
 from tenants.domain.names import Tier
-from tenants.domain.words import Status
+from tenants.domain.words import Status, counted
 from tenants.models import (
     Cell,
     Placement,
@@ -43,7 +43,7 @@ class Attention:
     """One line of "needs attention". The title is the fact, the text its impact."""
 
     # Lower is worse; equal ranks are ordered by age, oldest first.
-    rank: int
+    rank: float
     status: Status
     title: str
     text: str
@@ -58,6 +58,8 @@ class Attention:
 
 
 LOST_RANK, SILENT_RANK = 1, 3
+# Instances that one line names.
+NAMED = 4
 
 
 # --- instances --------------------------------------------------------------------------------
@@ -261,18 +263,21 @@ def attention(*, now: datetime) -> list[Attention]:
                     label=row.name,
                 )
             )
-        for row in line.silent:
+        if line.silent:
+            names = ", ".join(row.name for row in line.silent[:NAMED])
+            more = f" and {len(line.silent) - NAMED} more" if len(line.silent) > NAMED else ""
+            are = "is" if len(line.silent) == 1 else "are"
             items.append(
                 Attention(
                     rank=SILENT_RANK,
                     status=Status("warn", "Silent"),
-                    title=f"Instance {row.name} has said nothing for a while",
-                    text="It may go on serving until its lease ends; a fence in"
-                    f" {line.cell} would wait for it.",
-                    since=row.reported_at or row.joined_at,
+                    title=f"{counted(len(line.silent), 'instance')} of {line.cell} {are} silent",
+                    text=f"{names}{more} may go on serving until the lease ends; a fence in"
+                    f" {line.cell} would wait for them.",
+                    since=min(row.reported_at or row.joined_at for row in line.silent),
                     kind="cell",
                     key=line.cell.slug,
-                    label=row.name,
+                    label=line.cell.slug,
                 )
             )
     return items

@@ -1,0 +1,365 @@
+"""Moves as they look in each phase, for pages: rows with the article's numbers, made at once."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from itertools import pairwise
+from typing import Any
+
+from django.contrib.auth.models import Group, User
+
+from migrations_app.domain.mismatch import Looks
+from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.domain.quote import quote
+from migrations_app.models import Mismatch, MoveEvent, Sample, SessionStamp, TenantMigration
+from tenants import services
+from tenants.domain.fence import Accepts
+from tenants.domain.roles import Role
+from tenants.models import Cell, Counter, PolicyEntry, RuntimeInstance, Tenant
+from tests import make
+
+PASSWORD = "correct horse battery staple"
+SESSIONS, USERS, CHANGED = 12_600, 1_840, 900
+CHECKS = (
+    ("Source store-eu1-a", "PostgreSQL 15.18, 12,600 sessions of 1,840 users"),
+    ("Target store-eu1-b", "PostgreSQL 15.18, 0 sessions of 0 users"),
+    ("Kinds", "both PostgreSQL"),
+    ("Room on store-eu1-b", "nothing of support.acme there"),
+    ("Values", "nothing that the target can't hold"),
+    ("Quota of cell-eu1-b", "verified by ada"),
+    ("Region", "store-eu1-b and cell-eu1-b are both in eu1"),
+    ("Instances", "all 3 of cell-eu1-b opened store-eu1-b"),
+    ("Two places", "a word written to the target is not seen at the source"),
+    ("Guard", "closing triggers stand on both sides"),
+    ("Ids", "the target keeps the ids it is given"),
+)
+# How long each phase took, in seconds, and what its end says.
+TOOK = {
+    Phase.PREPARE: (141.0, "Prepared: 12,600 sessions of 1,840 users"),
+    Phase.BACKFILL: (13_356.0, "Fence closes: expected 46.1 s, at most 106 s"),
+    Phase.DRAIN: (38.0, "Drained, the source's store is closed"),
+    Phase.DELTA: (23.1, "900 sessions copied again"),
+    Phase.VERIFY: (22.6, "12,600 sessions, 252,000 events equal on both sides"),
+    Phase.TARGET: (0.2, "Placement version 4: acme lives on store-eu1-b"),
+    Phase.SOAK: (259_200.0, "The soak is over"),
+    Phase.OFFBOARD: (42.0, "12,600 sessions deleted at store-eu1-a"),
+}
+LINE = (
+    Phase.PREPARE,
+    Phase.BACKFILL,
+    Phase.DRAIN,
+    Phase.DELTA,
+    Phase.VERIFY,
+    Phase.TARGET,
+    Phase.SOAK,
+    Phase.OFFBOARD,
+    Phase.DONE,
+)
+
+
+def person(name: str, role: Role | None) -> User:
+    """Make somebody who can sign in, in the group of `role`."""
+    user = User.objects.create_user(name, password=PASSWORD)
+    if role is not None:
+        user.groups.add(Group.objects.get(name=role.value))
+    return user
+
+
+def instances(
+    cell: Cell, names: Sequence[str], *, now: datetime, stores: Sequence[str] = ()
+) -> list[RuntimeInstance]:
+    """Make live instances of a cell that have applied its present policy."""
+    epoch = Counter.objects.values_list("epoch", flat=True).get()
+    cell.refresh_from_db()
+    rows = []
+    for name in names:
+        row = services.join(
+            cell,
+            name=name,
+            build="2026.3.1",
+            boot=secrets.token_hex(8),
+            longest_turn_seconds=120.0,
+            longest_tool_seconds=45.0,
+            plugins=["tenant-policy"],
+            stores=list(stores),
+            replaces=None,
+            now=now - timedelta(hours=6),
+        )
+        said(row, at=now, epoch=epoch, version=cell.policy_version)
+        rows.append(row)
+    return rows
+
+
+def said(
+    row: RuntimeInstance,
+    *,
+    at: datetime,
+    version: int,
+    epoch: str = "",
+    in_flight: dict[str, int] | None = None,
+) -> None:
+    """Let an instance have reported at a moment."""
+    row.polled_at = row.reported_at = at
+    row.lease_until = at + timedelta(minutes=15)
+    row.applied_epoch = epoch or row.applied_epoch
+    row.applied_version = version
+    row.in_flight = in_flight or {}
+    row.save()
+
+
+def move(
+    cast: make.Cast, phase: Phase, *, now: datetime, tenant: Tenant | None = None, **columns: Any
+) -> TenantMigration:
+    """Make a move that is in `phase`, some way through it, as an engine would have left it."""
+    tenant = tenant or cast.acme
+    into = columns.pop("into", 15.3)
+    ago, entered = _times(phase, now, into)
+    placement = tenant.placement
+    row = TenantMigration.objects.create(
+        **{
+            "tenant": tenant,
+            "source_cell": placement.cell,
+            "source_store": placement.store,
+            "target_cell": cast.other_cell,
+            "target_store": cast.other_store,
+            "phase": phase,
+            "started_at": now - ago,
+            "started_by": "operator-2",
+            "reason": f"{tenant} gets a store of its own",
+            "phase_since": entered[phase],
+            "due_at": None if phase in ENDED else now,
+            **_columns(phase, entered, now),
+            **columns,
+        }
+    )
+    _log(row, phase, entered)
+    if phase in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET):
+        close_entry(row)
+    if entered.get(Phase.BACKFILL):
+        _samples(row, entered[Phase.BACKFILL], entered.get(Phase.DRAIN, now))
+    return row
+
+
+def close_entry(row: TenantMigration) -> None:
+    """Let the tenant's policy entry be the closed fence's."""
+    entry = PolicyEntry.objects.get(tenant=row.tenant, cell=row.source_cell)
+    entry.accepts, entry.version = Accepts.NONE, row.fence_version or entry.version
+    entry.save()
+
+
+def _times(phase: Phase, now: datetime, into: float) -> tuple[timedelta, dict[Phase, datetime]]:
+    way = LINE[: LINE.index(phase) + 1] if phase in LINE else LINE[:2]
+    before = way[:-1] if phase in LINE else way
+    total = sum(TOOK[done][0] for done in before) + (0.0 if phase == Phase.DONE else into)
+    at, entered = now - timedelta(seconds=total), {}
+    for done in before:
+        entered[done] = at
+        at += timedelta(seconds=TOOK[done][0])
+    entered[phase] = at
+    return timedelta(seconds=total), entered
+
+
+def _columns(phase: Phase, entered: dict[Phase, datetime], now: datetime) -> dict[str, Any]:
+    order = [*LINE, Phase.REOPEN, Phase.ABORTED]
+    past = order.index(phase)
+    found: dict[str, Any] = {"version": 10}
+    if phase == Phase.PREPARE:
+        greens = [{"name": name, "ok": True, "detail": detail} for name, detail in CHECKS[:6]]
+        waits = [{"name": n, "ok": None, "detail": "not looked at yet"} for n, _ in CHECKS[6:]]
+        return found | {"checks": greens + waits}
+    found |= {
+        "checks": [{"name": name, "ok": True, "detail": detail} for name, detail in CHECKS],
+        "sessions": SESSIONS,
+        "users": USERS,
+        "interrupted": 3,
+        "stamps_prove": True,
+        "guarded": True,
+        "passes": 1,
+        "pass_started_at": entered.get(Phase.BACKFILL),
+        "todo": SESSIONS,
+        "done": 7_412,
+        "copied": 7_412,
+        "compared": 7_300,
+        "changed": 7_412,
+        "copy_rate": 40.0,
+        "verify_rate": 40.0,
+        "shared_rate": 400.0,
+        "scan_seconds": 0.27,
+        "gone_seconds": 0.2,
+        "mark_seconds": 0.3,
+        "stage": "copy",
+    }
+    if past >= order.index(Phase.DRAIN) and phase not in (Phase.REOPEN, Phase.ABORTED):
+        closed = entered[Phase.DRAIN]
+        found |= {
+            "passes": 3,
+            "pass_ended_at": closed - timedelta(seconds=4),
+            "changed_last": 32,
+            "copied": SESSIONS + 932,
+            "compared": SESSIONS + 932,
+            "stage": "",
+            "done": 0,
+            "todo": 0,
+            "drain_requested_at": closed - timedelta(seconds=9),
+            "drain_requested_by": "operator-2",
+            "fence_closed_at": closed,
+            "fence_version": 7,
+            "deadline_at": closed + timedelta(seconds=150),
+            "changed_at_drain": CHANGED,
+            "quote": quote(
+                changed=CHANGED,
+                compare=CHANGED,
+                users=214,
+                running_seconds=0.0,
+                copy_rate=40.0,
+                verify_rate=40.0,
+                shared_rate=400.0,
+                scan_seconds=1.9,
+            ).as_json(),
+        }
+    if phase == Phase.VERIFY:
+        found |= {"done": 8_568, "todo": SESSIONS, "stage": "sessions"}
+    if phase == Phase.DELTA:
+        found |= {"done": 5_200, "todo": SESSIONS, "stage": "copy", "changed": 371}
+    if past >= order.index(Phase.DELTA) and Phase.DELTA in entered:
+        found |= {"drained_at": entered[Phase.DELTA], "store_closed_at": entered[Phase.DELTA]}
+    if past >= order.index(Phase.SOAK) and phase in (Phase.SOAK, Phase.OFFBOARD, Phase.DONE):
+        found |= {
+            "fence_opened_at": entered[Phase.SOAK],
+            "placement_version": 4,
+            "soak_until": entered[Phase.SOAK] + timedelta(hours=72),
+            "stage": "",
+        }
+    if phase == Phase.OFFBOARD:
+        found |= {"done": 4_100, "todo": SESSIONS, "deleted": 4_100}
+    if phase == Phase.DONE:
+        found |= {"deleted": SESSIONS, "ended_at": now}
+    if phase == Phase.ABORTED:
+        found |= {"ended_at": now, "stage": "clean"}
+    return found
+
+
+def _log(row: TenantMigration, phase: Phase, entered: dict[Phase, datetime]) -> None:
+    events = [
+        MoveEvent(
+            subject=row,
+            at=row.started_at,
+            who="operator-2",
+            was=Phase.PREPARE,
+            now=Phase.PREPARE,
+            note=f"Started: {row.reason}",
+        )
+    ]
+    names = list(entered)
+    for was, to in pairwise(names):
+        note = TOOK[was][1] if to in LINE else "The fence's budget is over: reopening on the source"
+        events.append(
+            MoveEvent(subject=row, at=entered[to], who="mover", was=was, now=to, note=note)
+        )
+        if to == Phase.BACKFILL:
+            note = "Pass 1 begins: 12,600 sessions"
+            events.append(
+                MoveEvent(subject=row, at=entered[to], who="mover", was=to, now=to, note=note)
+            )
+    if phase == Phase.ABORTED:
+        last = entered.pop(phase)
+        events[-1] = MoveEvent(
+            subject=row,
+            at=last - timedelta(seconds=4),
+            who="mover",
+            was=Phase.BACKFILL,
+            now=Phase.REOPEN,
+            note="Not drained after 60 s: 3 turns in flight, waiting for eu1-a-2",
+        )
+        events.append(
+            MoveEvent(
+                subject=row,
+                at=last,
+                who="mover",
+                was=Phase.REOPEN,
+                now=phase,
+                note="Nothing is left on store-eu1-b",
+            )
+        )
+    MoveEvent.objects.bulk_create(events)
+
+
+def _samples(row: TenantMigration, began: datetime, ended: datetime) -> None:
+    """Draw a first pass, then in the later ones how many sessions they found changed."""
+    seconds = (ended - began).total_seconds()
+    plan = [(row.passes, 0.0, 1.0, row.done if row.passes == 1 else SESSIONS)]
+    if row.passes > 1:
+        plan = [(1, 0.0, 0.8, SESSIONS), (2, 0.82, 0.95, CHANGED), (3, 0.96, 1.0, 32)]
+    rows, copied = [], 0
+    for number, begins, ends, most in plan:
+        for index in range(25):
+            share = index / 24
+            at = began + timedelta(seconds=seconds * (begins + (ends - begins) * share))
+            done = int(SESSIONS * share) if number > 1 else int(most * share)
+            rows.append(_sample(row, at, number, done, copied + int(most * share)))
+            rows[-1].changed = int(most * share)
+        copied += most
+    if row.phase == Phase.BACKFILL and row.stage == "copy":
+        for back in (8, 6, 4, 2, 0):
+            done = row.done - back * 40
+            rows.append(_sample(row, ended - timedelta(seconds=back), row.passes, done, done))
+    Sample.objects.bulk_create(rows)
+
+
+def _sample(row: TenantMigration, at: datetime, passes: int, done: int, copied: int) -> Sample:
+    return Sample(
+        move=row,
+        at=at,
+        phase=Phase.BACKFILL,
+        passes=passes,
+        done=done,
+        todo=SESSIONS,
+        copied=copied,
+        changed=done,
+    )
+
+
+def mismatches(row: TenantMigration, *, now: datetime) -> list[Mismatch]:
+    """Make the article's three kinds of difference, open and blocking."""
+    said_so = (
+        (
+            "u-01184",
+            "",
+            "user",
+            'user:tier is "pro" on source, "basic" on target',
+            Looks.OLD_SHARED_WON,
+        ),
+        ("u-00371", "b204e6d8", "events", "event 41 of 44 is missing", Looks.FENCE_LEAK),
+        ("u-01602", "10ce55fa", "events", "none of 12 events", Looks.EMPTY_COPY),
+    )
+    return Mismatch.objects.bulk_create(
+        Mismatch(
+            move=row,
+            user_id=user,
+            session_id=session,
+            part=part,
+            first_difference=text,
+            looks_like=looks,
+            source_digest=secrets.token_hex(32),
+            target_digest=secrets.token_hex(32),
+            found_at=now - timedelta(seconds=12 - 4 * index),
+            found_in=row.phase,
+        )
+        for index, (user, session, part, text, looks) in enumerate(said_so)
+    )
+
+
+def stamps(row: TenantMigration, count: int) -> None:
+    """Note sessions as copied."""
+    SessionStamp.objects.bulk_create(
+        SessionStamp(
+            move=row,
+            user_id=f"u-{index:05}",
+            session_id=f"s-{index:05}",
+            source_stamp="a",
+            target_stamp="b",
+        )
+        for index in range(count)
+    )
