@@ -195,7 +195,7 @@ class PostgresStore(PostgresGuard):
     def shared(self, user_ids: Collection[str | None]) -> dict[str | None, SharedRow]:
         """Return the shared state of these users; None asks for the app's.
 
-        A user without a row and without a session is absent; the app never is.
+        Whoever has neither a row nor a session is absent: a user, and the app itself.
         """
         if not user_ids or not self.has_tables:
             return {}
@@ -216,6 +216,8 @@ class PostgresStore(PostgresGuard):
                 found += self.rows(
                     f"SELECT NULL, {_SHARED} FROM (SELECT 1) one"
                     " LEFT JOIN {app_states} t ON t.app_name = %(app)s"
+                    " WHERE t.app_name IS NOT NULL"
+                    " OR EXISTS (SELECT 1 FROM {sessions} s WHERE s.app_name = %(app)s)"
                 )
         return {row[0]: SharedRow(*row) for row in found}
 
@@ -297,9 +299,9 @@ class PostgresStore(PostgresGuard):
                 self.connection.execute(BY_INDEX)
                 for table, name in (("sessions", "id"), ("events", "session_id")):
                     self.run(
-                        f"SELECT count(*) FROM {_KEYS} CROSS JOIN LATERAL (SELECT 1 FROM {{{table}}}"
-                        f" WHERE app_name = %(app)s AND user_id = k.u AND {name} = k.i"
-                        " OFFSET 0 FOR UPDATE) r",
+                        f"SELECT count(*) FROM {_KEYS} CROSS JOIN LATERAL"
+                        f" (SELECT 1 FROM {{{table}}} WHERE app_name = %(app)s"
+                        f" AND user_id = k.u AND {name} = k.i OFFSET 0 FOR UPDATE) r",
                         key_params(keys),
                     )
                 now = self.read_stamps(keys)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal
+from typing import Literal, NoReturn
 
 import psycopg
 from psycopg import sql
@@ -212,7 +212,7 @@ class PostgresGuard(PostgresLink):
                     {"mover": mover, "agents": agents},
                 ).rowcount
             if not done:
-                self._refuse()
+                self._refuse(adopting=True)
 
         self._patiently(swap)
 
@@ -235,18 +235,19 @@ class PostgresGuard(PostgresLink):
                 {"mover": mover, "agents": agents},
             ).rowcount
             if not done:
-                self._refuse()
+                self._refuse(adopting=False)
 
         self._patiently(put)
 
-    def _refuse(self) -> None:
+    def _refuse(self, *, adopting: bool) -> NoReturn:
         row = self.guard()
-        if row is not None and row.move == self.move:
-            raise Overtaken(f"mv-{self.move} holds {self.where} under claim {row.claim}")
         if row is None:
             raise GuardTaken(
                 f"The guard row in {self.where} is gone. Survey the store again, then move."
             )
+        if row.move == self.move or not adopting:
+            # A step of a claim, or of a whole move, whose time is over: nobody's mistake.
+            raise Overtaken(f"{self.where} is held by mv-{row.move} under claim {row.claim}")
         raise GuardTaken(
             f"mv-{row.move} holds this tenant's guard in {self.where}, not mv-{self.move}."
             " End that move first."

@@ -127,7 +127,7 @@ class PostgresLink:
         for _ in range(ATTEMPTS - 1):
             try:
                 return work()
-            except _Again:
+            except Deadlock:
                 continue
         return work()
 
@@ -233,7 +233,7 @@ class PostgresLink:
         return str(row[0])
 
 
-class _Again(StoreBusy):
+class Deadlock(StoreBusy):
     """Deadlock or serialisation failure: the whole transaction may be tried again."""
 
 
@@ -242,7 +242,7 @@ def _clean(error: psycopg.Error, where: str) -> Exception:
     if isinstance(error, errors.LockNotAvailable | errors.QueryCanceled):
         return StoreBusy(f"{where} is busy: a lock or an answer took too long. It is tried again.")
     if isinstance(error, errors.DeadlockDetected | errors.SerializationFailure):
-        return _Again(f"{where} is busy: writers met in a deadlock. It is tried again.")
+        return Deadlock(f"{where} is busy: writers met in a deadlock. It is tried again.")
     if isinstance(error, errors.InsufficientPrivilege):
         return WrongCredentials(
             f"The user of {where} lacks a right{_at(error)}. It needs SELECT, INSERT, UPDATE,"

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from durable.machine import Overtaken
 from migrations_app.ports import schema
@@ -342,7 +342,7 @@ class SqliteStore:
     def shared(self, user_ids: Collection[str | None]) -> dict[str | None, SharedRow]:
         """Return the shared state of these users; None asks for the app's.
 
-        A user without a row and without a session is absent; the app never is.
+        Whoever has neither a row nor a session is absent: a user, and the app itself.
         """
         if not user_ids or not self.has_tables:
             return {}
@@ -359,8 +359,10 @@ class SqliteStore:
                 )
         if None in user_ids:
             found += self.rows(
-                "SELECT NULL, coalesce((SELECT state FROM app_states WHERE app_name = ?), '{}')",
-                (self.app_name,),
+                "SELECT NULL, coalesce(t.state, '{}') FROM (SELECT :app AS app) one"
+                " LEFT JOIN app_states t ON t.app_name = one.app WHERE t.app_name IS NOT NULL"
+                " OR EXISTS (SELECT 1 FROM sessions s WHERE s.app_name = one.app)",
+                {"app": self.app_name},
             )
         return {row[0]: _shared(*row) for row in found}
 
@@ -452,7 +454,7 @@ class SqliteStore:
                     (self.app_name, self.move, self.claim, mover, agents),
                 ).rowcount
             if not done:
-                self._refuse()
+                self._refuse(adopting=True)
 
     def take(self, *, mover: bool, agents: bool) -> None:
         """Set claim and flags in a short transaction.
@@ -468,16 +470,17 @@ class SqliteStore:
                 (self.claim, mover, agents, self.app_name, self.move, self.claim),
             ).rowcount
             if not done:
-                self._refuse()
+                self._refuse(adopting=False)
 
-    def _refuse(self) -> None:
+    def _refuse(self, *, adopting: bool) -> NoReturn:
         row = self.guard()
-        if row is not None and row.move == self.move:
-            raise Overtaken(f"mv-{self.move} holds {self.where} under claim {row.claim}")
         if row is None:
             raise GuardTaken(
                 f"The guard row in {self.where} is gone. Survey the store again, then move."
             )
+        if row.move == self.move or not adopting:
+            # A step of a claim, or of a whole move, whose time is over: nobody's mistake.
+            raise Overtaken(f"{self.where} is held by mv-{row.move} under claim {row.claim}")
         raise GuardTaken(
             f"mv-{row.move} holds this tenant's guard in {self.where}, not mv-{self.move}."
             " End that move first."
