@@ -133,7 +133,8 @@ def _count(verdict: Verdict, where: str, lines: list[journal.Line], there: list[
 
 def _order(verdict: Verdict, where: str, lines: list[journal.Line]) -> None:
     """Note a session whose store had taken over and yet was followed by an earlier one."""
-    stores = [line.store for line in lines if line.store]
+    # One session may be in several journals, one after another.
+    stores = [line.store for line in sorted(lines, key=lambda line: line.at) if line.store]
     runs = [store for n, store in enumerate(stores) if n == 0 or stores[n - 1] != store]
     if len(runs) != len(set(runs)):
         verdict.returned += 1
