@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from migrations_app.models import Sample
-from migrations_app.panels import Seen
+from migrations_app.panels.seen import Seen
 
 # How often a page fetches the figure while the move lives (seconds).
 LIVE_SECONDS = 5

@@ -17,10 +17,17 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 
 from durable.clock import database_now
 from durable.errors import Refused
-from migrations_app import figures, panels, queries, services
+from migrations_app import figures, queries, services
 from migrations_app.domain.phases import Phase
 from migrations_app.models import Mismatch, TenantMigration
-from migrations_app.panels import MovesFilter, Seen
+from migrations_app.panels import dialogs, lists, rows
+from migrations_app.panels import diff as diff_panel
+from migrations_app.panels import fence as fence_panel
+from migrations_app.panels import head as head_panel
+from migrations_app.panels import progress as progress_panel
+from migrations_app.panels.lists import MovesFilter
+from migrations_app.panels.seen import Seen
+from migrations_app.panels.seen import seen as read_move
 from tenants import panels as tenants_panels
 from tenants.domain.roles import Role
 from tenants.domain.words import counted
@@ -33,25 +40,25 @@ Read = Callable[[Seen, datetime], Any]
 # --- the move's panels -------------------------------------------------------------------------
 
 
-def _fence(seen: Seen, now: datetime) -> panels.FencePanel | None:
+def _fence(seen: Seen, now: datetime) -> fence_panel.FencePanel | None:
     # Before anything was counted or timed a quote would be a guess.
     ahead = seen.phase == Phase.BACKFILL and seen.move.passes > 0 and not seen.aborting
     quote = queries.fence_quote(seen.move, now=now) if ahead else None
-    return panels.fence(seen, quote, now=now)
+    return fence_panel.fence(seen, quote, now=now)
 
 
 # Every panel of the page: a template `_NAME.html`, a view and a URL of one name.
 PANELS: dict[str, Read] = {
-    "head": lambda seen, now: panels.head(seen, now=now),
-    "facts": lambda seen, now: panels.facts(seen, now=now),
-    "phases": lambda seen, now: panels.track(seen, now=now),
-    "progress": lambda seen, now: panels.progress(seen, now=now),
+    "head": lambda seen, now: head_panel.head(seen, now=now),
+    "facts": lambda seen, now: progress_panel.facts(seen, now=now),
+    "phases": lambda seen, now: progress_panel.track(seen, now=now),
+    "progress": lambda seen, now: progress_panel.progress(seen, now=now),
     "fence": _fence,
-    "instances": lambda seen, now: panels.instances(seen, now=now),
-    "checks": lambda seen, now: panels.checks(seen),
-    "mismatches": lambda seen, now: panels.mismatches(seen),
-    "log": lambda seen, now: panels.log(seen),
-    "samples": lambda seen, now: panels.sample_rows(seen),
+    "instances": lambda seen, now: fence_panel.instances(seen, now=now),
+    "checks": lambda seen, now: rows.checks(seen),
+    "mismatches": lambda seen, now: rows.mismatches(seen),
+    "log": lambda seen, now: rows.log(seen),
+    "samples": lambda seen, now: rows.sample_rows(seen),
 }
 
 
@@ -83,14 +90,14 @@ def _page(request: HttpRequest, seen: Seen, *, refused: str = "") -> HttpRespons
         "panels": found,
         "versions": {name: _version(panel) for name, panel in found.items()},
         "again": seen.move.passes > 1,
-        "changed_in_words": panels.changed_in_words(seen),
+        "changed_in_words": rows.changed_in_words(seen),
         "refused": refused,
     }
     return render(request, "migrations_app/move.html", context, status=409 if refused else 200)
 
 
 def _seen(pk: int) -> Seen:
-    seen = panels.seen(pk)
+    seen = read_move(pk)
     if seen is None:
         raise Http404(f"There is no move mv-{pk}.")
     return seen
@@ -178,7 +185,7 @@ def samples(request: HttpRequest, pk: int) -> HttpResponse:
 def changed_figure(request: HttpRequest, pk: int) -> HttpResponse:
     """The chart "changed sessions while copying"."""
     seen = _seen(pk)
-    return JsonResponse(figures.changed(seen, panels.samples(seen.move)))
+    return JsonResponse(figures.changed(seen, rows.samples(seen.move)))
 
 
 # --- acts ---------------------------------------------------------
@@ -215,7 +222,7 @@ def _ask(request: HttpRequest, pk: int, verb: str, call: Callable[..., Any]) -> 
         "now": now,
         "seen": seen,
         "move": seen.move,
-        "dialog": panels.dialog(seen, verb, quote=quote, now=now),
+        "dialog": dialogs.dialog(seen, verb, quote=quote, now=now),
         "url": request.path,
         "refused": refused,
         "given": request.POST,
@@ -325,7 +332,7 @@ def recopy(request: HttpRequest, pk: int) -> HttpResponse:
         chosen = [int(text) for text in request.POST.getlist("mismatch") if text.isdecimal()]
         services.recopy(
             seen.move,
-            mismatch_ids=panels.repairable(seen) if request.POST.get("all") else chosen,
+            mismatch_ids=rows.repairable(seen) if request.POST.get("all") else chosen,
             by=request.user.get_username(),
             seen=request.POST.get("seen"),
             now=database_now(),
@@ -347,7 +354,7 @@ def mismatch(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponse:
         "now": database_now(),
         "seen": seen,
         "move": seen.move,
-        "line": panels.mismatch_line(row),
+        "line": rows.mismatch_line(row),
         "resolved_at": row.resolved_at,
         "diff": diff,
         "refused": refused,
@@ -355,9 +362,9 @@ def mismatch(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponse:
     return render(request, "migrations_app/mismatch.html", context)
 
 
-def _diff(move: TenantMigration, row: Mismatch) -> tuple[panels.Diff | None, str]:
+def _diff(move: TenantMigration, row: Mismatch) -> tuple[diff_panel.Diff | None, str]:
     try:
-        return panels.diff(move, row), ""
+        return diff_panel.diff(move, row), ""
     except Refused as refusal:
         return None, str(refusal)
 
@@ -388,7 +395,7 @@ def _moves(request: HttpRequest, template: str) -> HttpResponse:
         text=request.GET.get("q", "").strip()[:100],
         page=int(number) if number.isdecimal() and len(number) < 7 else 1,
     )
-    found = panels.moves_page(wanted, now=now)
+    found = lists.moves_page(wanted, now=now)
     context = {
         "now": now,
         "found": found,
@@ -408,7 +415,7 @@ def live_moves(request: HttpRequest) -> HttpResponse:
 
 def live_moves_context(now: datetime) -> dict[str, Any]:
     """Return what `_live_moves.html` draws."""
-    return {"now": now, "lines": panels.live_moves(now=now)}
+    return {"now": now, "lines": lists.live_moves(now=now)}
 
 
 @require_safe
@@ -424,7 +431,7 @@ def tenant_moves(request: HttpRequest, slug: str) -> HttpResponse:
 
 def tenant_moves_context(tenant: Tenant, now: datetime) -> dict[str, Any]:
     """Return what `_tenant_moves.html` draws."""
-    lines = panels.moves_of(tenant, now=now)
+    lines = lists.moves_of(tenant, now=now)
     live = next((line.move for line in lines if line.move.ended_at is None), None)
     return {"now": now, "tenant": tenant, "move_lines": lines, "live_move": live}
 
@@ -482,8 +489,8 @@ def new_move(request: HttpRequest) -> HttpResponse:
         "tenant": page.tenant,
         "form": form,
         "given": _given(form),
-        "live_move": panels.live_move_of([page.tenant]).get(page.tenant.pk),
-        "targets": panels.targets(page.placement),
+        "live_move": lists.live_move_of([page.tenant]).get(page.tenant.pk),
+        "targets": lists.targets(page.placement),
         "longest_tool": tenants_panels.longest_tool_seconds(
             page.placement.cell, now=context["now"]
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from migrations_app import panels as moves
+from migrations_app.panels import overview as moves
 from tenants import panels as tenants
 from tenants.domain.words import counted
 

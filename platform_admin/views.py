@@ -17,7 +17,8 @@ from django.shortcuts import render
 from django.views.decorators.http import require_POST, require_safe
 
 from durable.clock import database_now
-from migrations_app import panels as moves
+from migrations_app.panels import lists
+from migrations_app.panels import overview as moves
 from migrations_app.views import live_moves_context, tenant_moves_context
 from platform_admin.strip import signals as read_signals
 from tenants import panels as tenants
@@ -100,7 +101,7 @@ def tenant_list(request: HttpRequest) -> HttpResponse:
         page=_page_number(request),
     )
     found = tenants.tenants_page(wanted)
-    live = moves.live_move_of(line.tenant for line in found.lines)
+    live = lists.live_move_of(line.tenant for line in found.lines)
     rows = [(line, live.get(line.tenant.pk)) for line in found.lines]
     template = "tenants/_tenants_table.html" if request.htmx else "tenants/tenants.html"
     context = {

@@ -1,0 +1,243 @@
+"""The fence: its quote, its estimate beside the actual, and who has closed it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from migrations_app.domain.phases import Phase
+from migrations_app.domain.quote import Quote
+from migrations_app.panels.progress import share_of, spans
+from migrations_app.panels.seen import Seen, source_lines
+from tenants import panels as tenants_panels
+from tenants.domain.words import Status, clock, duration, elapsed, limit
+from tenants.models import Cell
+from tenants.panels import InstanceLine
+
+
+@dataclass(frozen=True)
+class FenceLine:
+    """One part of the fence: what was expected of it, at worst, and what it took."""
+
+    name: str
+    detail: str
+    expected: float
+    worst: float
+    # None: not begun.
+    actual: float | None
+    running: bool = False
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A piece of the bar, in percent of its width."""
+
+    x: float
+    width: float
+
+
+@dataclass(frozen=True)
+class FencePanel:
+    status: Status
+    # open, closed, or was (it has been closed and is open again).
+    state: str
+    reading: float | None
+    lines: tuple[FenceLine, ...]
+    expected: float
+    worst: float
+    budget: float
+    slices: tuple[Slice, ...]
+    # Percent up to which it may come at worst; None: it runs, or is over.
+    ghost: float | None
+    # Percent of the bar's width where the budget, or what was expected, ends.
+    mark: float | None
+    bar_label: str
+    # NULL: no deadline runs.
+    deadline_at: datetime | None
+    deadline_seconds: float | None
+    held_by: str
+    closes: str
+
+    @property
+    def fits(self) -> bool:
+        return self.worst <= self.budget
+
+
+PART_NAMES = {"drain": "Drain", "delta": "Delta", "verify": "Verify", "publish": "Publish"}
+# Which phase a part of the quote is spent in.
+PART_PHASE = {
+    "drain": Phase.DRAIN,
+    "scan": Phase.DELTA,
+    "delta": Phase.DELTA,
+    "shared": Phase.DELTA,
+    "verify": Phase.VERIFY,
+    "publish": Phase.TARGET,
+}
+
+
+def fence(seen: Seen, quote: Quote | None, *, now: datetime) -> FencePanel | None:
+    """Return the quote before the fence closes, and the actual beside it from then on.
+
+    None: nothing can be quoted yet, or it never closed and never will.
+    """
+    move = seen.move
+    if move.fence_closed_at is None:
+        if quote is None:
+            return None
+        return _fence_open(seen, quote, now)
+    return _fence_closed(seen, now)
+
+
+def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
+    move = seen.move
+    lines = tuple(
+        FenceLine(part.name.capitalize(), part.detail, part.expected, part.worst, None)
+        for part in quote.parts
+    )
+    if quote.worst <= move.budget_seconds:
+        status = Status("ready", "Fits its budget")
+    elif move.pass_ended_at is None:
+        # Whatever is not copied yet counts as changed: no cause for alarm in a first pass.
+        status = Status("waiting", "First pass runs")
+    else:
+        status = Status("warn", "Over its budget")
+    scale = max(quote.worst, move.budget_seconds)
+    return FencePanel(
+        status=status,
+        state="open",
+        reading=quote.expected,
+        lines=lines,
+        expected=quote.expected,
+        worst=quote.worst,
+        budget=move.budget_seconds,
+        slices=_slices([line.expected for line in lines], scale),
+        ghost=share_of(quote.worst, scale),
+        mark=share_of(move.budget_seconds, scale),
+        bar_label=f"{duration(quote.expected)} expected, {duration(quote.worst)} at worst,"
+        f" budget {limit(move.budget_seconds)}",
+        deadline_at=None,
+        deadline_seconds=None,
+        held_by="",
+        closes=_closes(seen, now),
+    )
+
+
+def _closes(seen: Seen, now: datetime) -> str:
+    move = seen.move
+    if move.drain_requested_at is not None:
+        return f"after the running pass, asked for by {move.drain_requested_by}"
+    when = "when it fits its budget" if move.automatic else "when an operator starts the drain"
+    if move.fence_not_before is not None and move.fence_not_before > now:
+        return f"{when}, not before {clock(move.fence_not_before, now)}"
+    return when
+
+
+def _fence_closed(seen: Seen, now: datetime) -> FencePanel:
+    move = seen.move
+    closed_at = move.fence_closed_at
+    assert closed_at is not None
+    times = spans(move)
+    parts = move.quote.get("parts", [])
+    lines = []
+    for key, name in PART_NAMES.items():
+        phase = PART_PHASE[key]
+        mine = [part for part in parts if PART_PHASE.get(part["name"]) == phase]
+        at, left = times.get(phase, (None, None))
+        actual = None if at is None else ((left or now) - at).total_seconds()
+        lines.append(
+            FenceLine(
+                name,
+                "; ".join(part["detail"] for part in mine),
+                sum(part["expected"] for part in mine),
+                sum(part["worst"] for part in mine),
+                actual,
+                running=at is not None and left is None,
+            )
+        )
+    reading = ((move.fence_opened_at or now) - closed_at).total_seconds()
+    expected = float(move.quote.get("expected", 0.0))
+    scale = max(reading, expected, move.budget_seconds if seen.fenced else 0.0)
+    deadline = move.deadline_at if seen.fenced and seen.phase != Phase.TARGET else None
+    seconds = max(0.0, (deadline - now).total_seconds()) if deadline else None
+    if seen.fenced:
+        status = Status("fenced", f"Closed since {clock(closed_at, now)}")
+    else:
+        status = Status("done", f"Opened {clock(move.fence_opened_at, now)}")
+    return FencePanel(
+        status=status,
+        state="closed" if seen.fenced else "was",
+        reading=reading,
+        lines=tuple(lines),
+        expected=expected,
+        worst=float(move.quote.get("worst", 0.0)),
+        budget=move.budget_seconds,
+        slices=_slices([line.actual or 0.0 for line in lines], scale),
+        ghost=None,
+        mark=share_of(expected, scale),
+        bar_label=f"{elapsed(reading)} of {duration(expected)} expected",
+        deadline_at=deadline,
+        deadline_seconds=seconds,
+        held_by=move.deadline_held_by,
+        closes="",
+    )
+
+
+def _slices(seconds: Sequence[float], scale: float) -> tuple[Slice, ...]:
+    found, x = [], 0.0
+    for part in seconds:
+        width = round(100 * part / scale, 2) if scale > 0 else 0.0
+        if width > 0:
+            found.append(Slice(round(x, 2), width))
+        x += width
+    return tuple(found)
+
+
+# --- instances, checks, mismatches, log ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Instances:
+    """A cell's instances: as far as this move's fence is concerned, or who serves the tenant."""
+
+    cell: Cell
+    lines: tuple[InstanceLine, ...]
+    note: str
+    foot: str
+    # None: no fence is closed.
+    fence_version: int | None
+
+
+def instances(seen: Seen, *, now: datetime) -> Instances:
+    """Return who has closed the fence and who is missing; otherwise who serves the tenant."""
+    move = seen.move
+    version = move.fence_version if seen.fenced else None
+    if move.placement_version is None:
+        cell, lines = move.source_cell, source_lines(seen, version, now)
+    else:
+        cell = move.target_cell
+        lines = tenants_panels.instance_lines(cell, tenant=move.tenant, version=None, now=now)
+    alive = [line for line in lines if line.state not in ("lapsed", "gone")]
+    in_flight = f"{sum(line.in_flight for line in alive):,} in flight"
+    if version is not None:
+        acked = sum(line.state in ("closed", "draining") for line in alive)
+        note = f"{acked} of {len(alive)} acknowledged, {in_flight}"
+    else:
+        note = f"{len(alive)} alive, {in_flight}"
+    return Instances(cell, tuple(lines), note, _missing(lines, version, now), version)
+
+
+def _missing(lines: Sequence[InstanceLine], version: int | None, now: datetime) -> str:
+    said = []
+    for line in lines:
+        last = clock(line.reported_at, now)
+        if line.state == "lapsed":
+            said.append(
+                f"{line.name}: lease and longest turn are over; it can't write, so it is not"
+                " waited for."
+            )
+        elif line.state == "missing" and version is not None:
+            said.append(f"{line.name} has not acknowledged; its last word came at {last}.")
+        elif line.state == "silent":
+            said.append(f"{line.name} is silent since {last}: a fence would wait for it.")
+    return " ".join(said[:3])

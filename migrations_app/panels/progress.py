@@ -1,0 +1,492 @@
+"""How far a move is: its facts, its seven phases, and the running one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.db.models import F
+
+from migrations_app.domain.phases import FENCED, STEPPER, UNPAUSABLE, Phase
+from migrations_app.models import TenantMigration
+from migrations_app.panels.seen import Seen, source_lines
+from tenants.domain.words import (
+    THIN,
+    Status,
+    clock,
+    count,
+    counted,
+    duration,
+    elapsed,
+    limit,
+    percent,
+    rate,
+)
+
+# The rate is measured over the last so many seconds.
+RATE_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Facts:
+    phase: str
+    elapsed_seconds: float
+    tenant_sees: str
+    # None: not surveyed yet.
+    sessions: int | None
+    users: int | None
+    interrupted: int
+    changed_at_drain: int | None
+
+
+def facts(seen: Seen, *, now: datetime) -> Facts:
+    """Return the row of labelled values under the title."""
+    move, phase = seen.move, seen.phase
+    where = phase.upper()
+    if phase in STEPPER:
+        where = f"{where}, {STEPPER.index(phase) + 1} of {len(STEPPER)}"
+    if seen.fenced:
+        sees = "Retry-after"
+    elif move.placement_version is not None:
+        sees = f"Served on {move.target_store}"
+    else:
+        sees = f"Served on {move.source_store}"
+    surveyed = phase != Phase.PREPARE or move.sessions > 0
+    return Facts(
+        phase=where,
+        elapsed_seconds=((move.ended_at or now) - move.started_at).total_seconds(),
+        tenant_sees=sees,
+        sessions=move.sessions if surveyed else None,
+        users=move.users if surveyed else None,
+        interrupted=move.interrupted,
+        changed_at_drain=move.changed_at_drain,
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of the seven on the track. `glyph` is done, live, waiting, soak, paused, blocked…"""
+
+    name: str
+    glyph: str
+    at: datetime | None
+    # What stands below the name: a duration, or what it waits for.
+    text: str
+    notes: tuple[str, ...]
+    current: bool
+    fenced: bool
+    # Percent of the phase's own work; None: it has no measure.
+    bar: float | None
+    bar_label: str
+
+
+@dataclass(frozen=True)
+class Track:
+    steps: tuple[Step, ...]
+    # Beside the title: the fence, the soak, or how it ended.
+    status: Status | None
+
+
+Spans = Mapping[Phase, tuple[datetime, datetime | None]]
+
+
+def spans(move: TenantMigration) -> Spans:
+    """Return when each phase was entered and left; left None: it is the present one."""
+    entered: list[tuple[Phase, datetime]] = [(Phase.PREPARE, move.started_at)]
+    changes = move.events.exclude(was=F("now")).order_by("id").values_list("now", "at")
+    entered += [(Phase(phase), at) for phase, at in changes]
+    found: dict[Phase, tuple[datetime, datetime | None]] = {}
+    for index, (phase, at) in enumerate(entered):
+        left = entered[index + 1][1] if index + 1 < len(entered) else None
+        found[phase] = (at, left)
+    return found
+
+
+def track(seen: Seen, *, now: datetime) -> Track:
+    """Return the seven phases with their times, and what the present one waits for."""
+    move = seen.move
+    times = spans(move)
+    status = seen.status(now)
+    steps = []
+    for phase in STEPPER:
+        at, left = times.get(phase, (None, None))
+        current = phase == seen.phase
+        gave_up = left is not None and _left_by_abort(phase, times)
+        if current:
+            glyph = {"moving": "live", "waiting": "waiting"}.get(status.glyph, status.glyph)
+            glyph = "live" if status.glyph == "fenced" else glyph
+        elif gave_up:
+            glyph = "aborted"
+        else:
+            glyph = "done" if at is not None else "waiting"
+        bar = share_of(move.done, move.todo) if current and phase in MEASURED else None
+        if current and phase == Phase.SOAK and move.soak_until and at:
+            bar = share_of((now - at).total_seconds(), (move.soak_until - at).total_seconds())
+        steps.append(
+            Step(
+                name=phase.upper(),
+                glyph=glyph,
+                at=at,
+                text=_step_text(seen, phase, at, left, now),
+                notes=tuple(_step_notes(seen, phase, at, left)),
+                current=current,
+                fenced=seen.fenced and phase in FENCED and at is not None,
+                bar=bar,
+                bar_label=_bar_label(seen, phase),
+            )
+        )
+    return Track(tuple(steps), _track_status(seen, now))
+
+
+# Phases whose `done` of `todo` sessions says how far they are.
+MEASURED = frozenset({Phase.BACKFILL, Phase.DELTA, Phase.VERIFY})
+
+
+def _left_by_abort(phase: Phase, times: Spans) -> bool:
+    reopened = times.get(Phase.REOPEN)
+    return reopened is not None and times[phase][1] == reopened[0]
+
+
+def share_of(part: float, whole: float) -> float | None:
+    """Return a part in percent of a whole, for the width of a bar; None without a whole."""
+    if whole <= 0:
+        return None
+    return round(max(0.0, min(100.0, 100 * part / whole)), 2)
+
+
+def _step_text(
+    seen: Seen, phase: Phase, at: datetime | None, ended: datetime | None, now: datetime
+) -> str:
+    move = seen.move
+    if at is None:
+        return "" if seen.ended or seen.aborting else _ahead(seen, phase)
+    if phase == Phase.SOAK and ended is None and move.soak_until is not None:
+        if seen.soak_over(now):
+            return f"over since {clock(move.soak_until, now)}"
+        return (
+            f"{elapsed((move.soak_until - now).total_seconds())} left of {limit(move.soak_seconds)}"
+        )
+    if ended is None:
+        return f"{elapsed((now - at).total_seconds())} so far"
+    return duration((ended - at).total_seconds())
+
+
+def _ahead(seen: Seen, phase: Phase) -> str:
+    move = seen.move
+    if phase == Phase.DRAIN:
+        if move.automatic:
+            return "when the fence fits its budget"
+        return "when an operator starts it"
+    if phase == Phase.TARGET:
+        return "needs 0 mismatches"
+    if phase == Phase.SOAK:
+        return f"{limit(move.soak_seconds)}, source closed"
+    return ""
+
+
+def _step_notes(
+    seen: Seen, phase: Phase, at: datetime | None, left: datetime | None
+) -> Iterable[str]:
+    move = seen.move
+    if at is None:
+        return
+    if phase == Phase.PREPARE and move.checks:
+        green = sum(check["ok"] is True for check in move.checks)
+        yield f"{green} of {len(move.checks)} checks"
+    if phase == Phase.BACKFILL:
+        if left is None:
+            yield f"pass {max(1, move.passes)}, {done_of(move)}"
+        else:
+            yield f"{counted(move.sessions, 'session')}, {counted(move.passes, 'pass', 'passes')}"
+    if phase == Phase.DRAIN:
+        yield f"bound {limit(move.drain_bound_seconds)}"
+    if phase == Phase.DELTA and move.changed_at_drain is not None:
+        yield f"{count(move.changed_at_drain)} changed"
+    if phase in (Phase.DELTA, Phase.VERIFY) and left is None and move.todo:
+        yield done_of(move)
+
+
+def done_of(move: TenantMigration) -> str:
+    """Return "612 of 900" for the running sweep."""
+    # Later sweeps of a phase go on counting: what is shown is sessions.
+    return f"{count(min(move.done, move.todo))} of {count(move.todo)}"
+
+
+def _bar_label(seen: Seen, phase: Phase) -> str:
+    if phase == Phase.SOAK:
+        return f"Soak, of {limit(seen.move.soak_seconds)}"
+    return done_of(seen.move)
+
+
+def _track_status(seen: Seen, now: datetime) -> Status | None:
+    move = seen.move
+    if seen.phase == Phase.ABORTED:
+        return Status("aborted", f"Aborted, {move.tenant} stayed on {move.source_store}")
+    if seen.phase == Phase.REOPEN:
+        return Status("aborted", f"Opening {move.source_store} again")
+    if seen.fenced and move.fence_closed_at is not None:
+        closed = elapsed((now - move.fence_closed_at).total_seconds())
+        expected = move.quote.get("expected")
+        of = f" of {duration(expected)} expected" if expected is not None else ""
+        return Status("fenced", f"Fence closed {closed}{of}")
+    if seen.phase == Phase.SOAK and move.soak_until is not None:
+        return Status("soak", f"Source kept closed until {clock(move.soak_until, now)}")
+    if seen.phase == Phase.OFFBOARD:
+        return Status("live", f"Deleting the copy on {move.source_store}")
+    if seen.phase == Phase.DONE:
+        return Status("done", f"{move.tenant} lives on {move.target_store}")
+    return None
+
+
+# --- progress ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a sum: a label, and a value that can be checked by eye."""
+
+    label: str
+    value: str
+    # "differs" marks what a person should look at.
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    title: str
+    status: Status
+    reading: str
+    context: str
+    bar: float
+    bar_label: str
+    bar_glyph: str
+    # Percent of the bar that differs.
+    bad: float
+    rows: tuple[Row, ...]
+    # What it waits for, or what the last step said; empty while all is well.
+    notice: str
+    notice_status: Status | None
+
+
+def progress(seen: Seen, *, now: datetime) -> Progress:
+    """Return how far the running phase is, how fast, and when it should be done."""
+    move, phase = seen.move, seen.phase
+    speed = current_rate(move, now=now)
+    left = seconds_left(seen, speed)
+    status = seen.status(now)
+    if left is not None and status.glyph in ("moving", "fenced"):
+        status = Status("live", f"{elapsed(max(1, left))} left")
+    reading, context, share = _measure(seen, now)
+    bad = 0.0
+    if phase in (Phase.BACKFILL, Phase.VERIFY) and move.todo and seen.open_mismatches:
+        bad = min(share, max(0.4, round(100 * seen.open_mismatches / move.todo, 2)))
+    notice, notice_status = _notice(seen)
+    return Progress(
+        title=_progress_title(seen),
+        status=status,
+        reading=reading,
+        context=context,
+        bar=round(share - bad, 2),
+        bar_label=f"{reading} {context}",
+        bar_glyph=BAR_GLYPHS.get(seen.status(now).glyph, "live"),
+        bad=bad,
+        rows=tuple(_progress_rows(seen, speed, left, now)),
+        notice=notice,
+        notice_status=notice_status,
+    )
+
+
+# What a bar is toned by, where the move is not simply going on.
+BAR_GLYPHS = {"paused": "paused", "soak": "soak", "waiting": "done", "done": "done"}
+
+
+def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
+    """Return a reading, what it is of, and the bar's percent; never all of it with work left."""
+    move, phase = seen.move, seen.phase
+    if phase == Phase.PREPARE:
+        green = sum(check["ok"] is True for check in move.checks)
+        share = share_of(green, len(move.checks)) or 0.0
+        return str(green), f"of {counted(len(move.checks), 'check')} green", share
+    if phase == Phase.SOAK and move.soak_until is not None:
+        left = max(0.0, (move.soak_until - now).total_seconds())
+        share = share_of(move.soak_seconds - left, move.soak_seconds) or 100.0
+        return elapsed(left), f"left of {limit(move.soak_seconds)}", share
+    if phase == Phase.DRAIN and move.fence_closed_at is not None:
+        waited = (now - move.fence_closed_at).total_seconds()
+        share = share_of(waited, move.drain_bound_seconds) or 0.0
+        return elapsed(waited), f"of at most {limit(move.drain_bound_seconds)}", share
+    if phase == Phase.DONE:
+        return count(move.sessions), "sessions moved", 100.0
+    if phase in (Phase.REOPEN, Phase.ABORTED):
+        return count(move.copied), "sessions had been copied", 0.0
+    if not move.todo:
+        return count(move.copied), "sessions copied so far", 0.0
+    done = min(move.done, move.todo)
+    context = f"of {count(move.todo)} sessions"
+    if done < move.todo:
+        return (
+            count(done),
+            f"{context}, {percent(done, move.todo)}",
+            share_of(done, move.todo) or 0.0,
+        )
+    if move.stage == "ready":
+        return count(done), f"{context}, pass {move.passes} is whole", 100.0
+    # Every session has been passed, and the phase has more to do: that is not 100 %.
+    return count(done), f"{context}, 99{THIN}%", 99.0
+
+
+# Phases in which the rate of `done` gives a time, and the stages in which `done` counts sessions.
+TIMED = frozenset({Phase.BACKFILL, Phase.DELTA, Phase.VERIFY, Phase.OFFBOARD})
+SESSION_STAGES = frozenset({"", "copy", "sessions"})
+
+
+def current_rate(move: TenantMigration, *, now: datetime) -> float | None:
+    """Return sessions per second: of the last ten seconds, or of a phase that is not sampled.
+
+    None where nothing was measured.
+    """
+    if move.phase == Phase.BACKFILL:
+        since = now - timedelta(seconds=RATE_SECONDS)
+        recent = move.samples.filter(at__gte=since, phase=move.phase, passes=move.passes)
+        return rate_between(list(recent.order_by("id").values_list("at", "done")))
+    return rate_of_phase(move, now)
+
+
+def rate_of_phase(move: TenantMigration, now: datetime) -> float | None:
+    """Return the rate since the phase began, for phases that are not sampled."""
+    seconds = (now - move.phase_since).total_seconds()
+    if move.phase not in TIMED or move.phase == Phase.BACKFILL or seconds <= 0 or not move.done:
+        return None
+    return min(move.done, move.todo) / seconds
+
+
+def rate_between(samples: Sequence[tuple[datetime, int]]) -> float | None:
+    """Return the rate between the first and the last sample; None if they don't show one."""
+    if len(samples) < 2:
+        return None
+    (began, first), (ended, last) = samples[0], samples[-1]
+    seconds = (ended - began).total_seconds()
+    # A sweep that began anew counts from 0 again.
+    return (last - first) / seconds if seconds > 0 and last > first else None
+
+
+def seconds_left(seen: Seen, speed: float | None) -> float | None:
+    """Return how long the running sweep takes at this rate; None if nobody can say."""
+    move = seen.move
+    if seen.phase not in TIMED or move.stage not in SESSION_STAGES:
+        return None
+    if not speed or move.done >= move.todo:
+        return None
+    return (move.todo - move.done) / speed
+
+
+STAGE_TITLES = {
+    (Phase.BACKFILL, "gone"): "Looking for deleted sessions",
+    (Phase.BACKFILL, "shared"): "Copying shared state",
+    (Phase.BACKFILL, "ready"): "Copied, between passes",
+    (Phase.DELTA, "gone"): "Looking for deleted sessions",
+    (Phase.DELTA, "shared"): "Copying shared state",
+    (Phase.VERIFY, "shared"): "Comparing shared state",
+    (Phase.VERIFY, "end"): "Comparing counts and the mark",
+}
+PHASE_TITLES = {
+    Phase.PREPARE: "Checking both stores",
+    Phase.DRAIN: "Waiting for running turns",
+    Phase.DELTA: "Copying what changed",
+    Phase.VERIFY: "Comparing every session",
+    Phase.TARGET: "Publishing the target",
+    Phase.SOAK: "Soaking",
+    Phase.OFFBOARD: "Deleting the source's copy",
+    Phase.DONE: "Done",
+    Phase.REOPEN: "Opening the source again",
+    Phase.ABORTED: "Aborted",
+}
+
+
+def _progress_title(seen: Seen) -> str:
+    if title := STAGE_TITLES.get((seen.phase, seen.move.stage)):
+        return title
+    if seen.phase == Phase.BACKFILL:
+        return f"Copying, pass {max(1, seen.move.passes)}"
+    return PHASE_TITLES[seen.phase]
+
+
+def _progress_rows(
+    seen: Seen, speed: float | None, left: float | None, now: datetime
+) -> Iterable[Row]:
+    move, phase = seen.move, seen.phase
+    if phase in TIMED:
+        over = f"last {RATE_SECONDS}s" if phase == Phase.BACKFILL else "this phase"
+        yield Row(f"Rate, {over}", rate(speed))
+        eta = "–"
+        if left is not None:
+            eta = f"{clock(now + timedelta(seconds=left), now)}, in {elapsed(max(1, left))}"
+        yield Row("ETA at this rate", eta)
+    if phase == Phase.DRAIN and move.fence_version is not None:
+        lines = source_lines(seen, move.fence_version, now)
+        alive = [line for line in lines if line.state not in ("lapsed", "gone")]
+        acked = sum(line.state != "missing" for line in alive)
+        yield Row("Instances acknowledged", f"{acked} of {len(alive)}")
+        yield Row("In flight", count(sum(line.in_flight for line in alive)))
+        if move.fence_closed_at is not None:
+            bound = move.fence_closed_at + timedelta(seconds=move.drain_bound_seconds)
+            gives_up = elapsed(max(0.0, (bound - now).total_seconds()))
+            yield Row("Gives up", f"{clock(bound, now)}, in {gives_up}")
+    if phase == Phase.BACKFILL:
+        if move.pace_per_second:
+            yield Row("Pace limit", rate(move.pace_per_second))
+        yield Row(f"Copied by pass {max(1, move.passes)}", count(move.changed))
+        if move.pass_ended_at is not None:
+            yield Row("Copied by the last whole pass", count(move.changed_last))
+    if phase not in (Phase.PREPARE, Phase.REOPEN):
+        yield Row("Copied in all", count(move.copied))
+        yield Row("Compared in all", count(move.compared))
+    if phase in (Phase.BACKFILL, Phase.DELTA, Phase.VERIFY):
+        yield Row("Differ", count(seen.open_mismatches), "differs" if seen.open_mismatches else "")
+    if move.deleted and phase not in (Phase.OFFBOARD, Phase.DONE):
+        yield Row("Deleted at the source meanwhile", count(move.deleted))
+    if phase in (Phase.OFFBOARD, Phase.DONE):
+        yield Row("Deleted at the source", count(move.deleted))
+    if move.interrupted and phase != Phase.DONE:
+        yield Row("Interrupted turns, copied as they are", count(move.interrupted))
+    if phase == Phase.SOAK and move.soak_until is not None:
+        yield Row("Soak ends", clock(move.soak_until, now))
+        yield Row(
+            "Then", "waits for a typed yes" if seen.owes_confirmation else "source is deleted"
+        )
+    if move.left_behind:
+        yield Row("Left at the source, changed since", count(move.left_behind), "differs")
+
+
+def _notice(seen: Seen) -> tuple[str, Status | None]:
+    """Return what a person should read first: why it stands still, or what the last step said."""
+    move = seen.move
+    if seen.phase == Phase.ABORTED:
+        return why_aborted(move), Status("aborted", "Why")
+    if seen.ended:
+        return "", None
+    if seen.failed_checks:
+        first = seen.failed_checks[0]
+        return f"{first['name']}: {first['detail']}", Status("blocked", "Not ready")
+    if move.failure:
+        status = Status("blocked", "Failing") if seen.stuck else Status("warn", "Retrying")
+        return move.failure, status
+    if seen.phase == Phase.REOPEN:
+        return why_aborted(move), Status("aborted", "Why")
+    if move.pause_requested_at and seen.phase not in UNPAUSABLE:
+        return f"By {move.pause_requested_by}: {move.pause_reason}", Status("paused", "Paused")
+    if seen.ready:
+        text = "Waits for somebody to start the drain. Passes go on meanwhile."
+        return text, Status("waiting", "Ready")
+    if move.waiting_for:
+        return f"For {move.waiting_for}.", Status("waiting", "Waits")
+    return "", None
+
+
+def why_aborted(move: TenantMigration) -> str:
+    """Return who asked for the abort and why, or what the move said when it gave up."""
+    if move.abort_requested_by:
+        return f"Asked for by {move.abort_requested_by}: {move.abort_reason}"
+    entered = move.events.filter(now=Phase.REOPEN).exclude(was=Phase.REOPEN).first()
+    return entered.note if entered else ""
