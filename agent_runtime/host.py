@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from agent_runtime.client import PolicyClient
@@ -25,6 +25,17 @@ CLOSED = "closed by switchyard"
 MAX_RUNNERS = 2_000
 # How often a running turn's deadline is compared with the lease's clock.
 WATCH_SECONDS = 1.0
+
+# What a session service does with its store.
+STORE_CALLS = (
+    "append_event",
+    "create_session",
+    "delete_session",
+    "flush",
+    "get_session",
+    "get_user_state",
+    "list_sessions",
+)
 
 # The end of a turn in its queue of events.
 _END = object()
@@ -89,7 +100,7 @@ class Host:
         # (tenant, store key, generation) -> its Runner, the longest unused first.
         self._runners: OrderedDict[tuple[str, str, int], Runner] = OrderedDict()
         # asyncio keeps only weak references to tasks.
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._turns: set[asyncio.Task[None]] = set()
         self._pid = os.getpid()
 
     async def run(
@@ -115,7 +126,7 @@ class Host:
         # agent in the background, and a reader that stalls or keeps an unread generator would
         # else keep the turn open, or let it be closed in a foreign context. It enters the fence
         # itself: a task that is cancelled before it starts has nothing to give back.
-        turn = self._task(
+        turn = asyncio.get_running_loop().create_task(
             self._turn(
                 events,
                 tenant,
@@ -127,6 +138,8 @@ class Host:
                 abort_signal=abort_signal,
             )
         )
+        self._turns.add(turn)
+        turn.add_done_callback(self._ended)
         turn.add_done_callback(lambda _: events.put_nowait(_END))
         try:
             while (event := await events.get()) is not _END:
@@ -181,10 +194,10 @@ class Host:
 
         Let the client `leave()` first: it waits for the turns instead of cutting them.
         """
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        for turn in self._turns:
+            turn.cancel()
+        if self._turns:
+            await asyncio.wait(self._turns)
         for runner in self._runners.values():
             await runner.close()
         self._runners.clear()
@@ -230,25 +243,14 @@ class Host:
         placement_version: str | None,
         write: Callable[[Entry, Any], Awaitable[T]],
     ) -> T:
-        async def enter_and_write() -> T:
-            with self._entered(tenant, placement_version) as turn:
-                async with self._cut(tenant, turn):
-                    return await write(turn.entry, self._service(turn.entry))
+        with self._entered(tenant, placement_version) as turn:
+            async with self._cut(tenant, turn):
+                return await write(turn.entry, self._service(turn.entry))
 
-        # A caller that is cancelled doesn't end it: a commit on its way can't be called back,
-        # and must be counted until it is over.
-        return await asyncio.shield(self._task(enter_and_write()))
-
-    def _task(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # Looked at; the reader that would raise it may be gone.
+    def _ended(self, turn: asyncio.Task[None]) -> None:
+        self._turns.discard(turn)
+        if not turn.cancelled():
+            turn.exception()  # Looked at; the reader that would raise it may be gone.
 
     @contextmanager
     def _entered(self, tenant: str, placement_version: str | None) -> Iterator[Turn]:
@@ -332,7 +334,12 @@ class Host:
         if key not in self._services:
             if key not in self._factories:
                 raise UnknownStore(f"this process was given no session service for store {key!r}")
-            self._services[key] = self._factories[key]()
+            service = self._factories[key]()
+            for name in STORE_CALLS:
+                call = getattr(service, name, None)
+                if call is not None:
+                    setattr(service, name, _to_its_end(call))
+            self._services[key] = service
         return self._services[key]
 
     def _count(self, tenant: str, event: Any) -> None:
@@ -340,6 +347,30 @@ class Host:
         # Pieces of an answer come before the whole one, which carries the usage of all.
         if usage is not None and not event.partial:
             self._client.usage.model_call(tenant, usage.total_token_count or 0)
+
+
+def _to_its_end(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return `call` so that cancelling its caller waits for it instead of cutting it.
+
+    A turn is cancelled anywhere, also between BEGIN and COMMIT. A commit on its way lands all
+    the same, after the turn is no longer counted. And SQLAlchemy loses an SQLite connection
+    that is cut there, with its lock: tried, every other writer of the file then fails with
+    "database is locked" until the garbage collector comes by.
+    """
+
+    async def to_its_end(*args: Any, **kwargs: Any) -> Any:
+        task = asyncio.ensure_future(call(*args, **kwargs))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            while not task.done():
+                with suppress(asyncio.CancelledError):  # Once more: it changes nothing.
+                    await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # Looked at: the caller is told that it was cancelled.
+            raise
+
+    return to_its_end
 
 
 def is_closed(error: BaseException) -> bool:

@@ -434,17 +434,62 @@ async def test_a_store_that_was_not_given_lets_its_turn_out(
     assert inside(host) == {}
 
 
-async def test_a_cancelled_caller_does_not_end_a_write_on_its_way(host: Host, store: Path) -> None:
-    task = asyncio.create_task(host.create_session("acme", "u1", session_id="s2"))
-    while not inside(host):
+class Signalling(DatabaseSessionService):
+    """ADK's own service, which says when it is in its store."""
+
+    def __init__(self, store: Path) -> None:
+        super().__init__(f"sqlite+aiosqlite:///{store}")
+        self.busy = {name: asyncio.Event() for name in ("create", "get", "append", "delete")}
+
+    async def create_session(self, **names: Any) -> Any:
+        self.busy["create"].set()
+        return await super().create_session(**names)
+
+    async def get_session(self, **names: Any) -> Any:
+        self.busy["get"].set()
+        return await super().get_session(**names)
+
+    async def append_event(self, session: Any, event: Any) -> Any:
+        self.busy["append"].set()
+        return await super().append_event(session, event)
+
+    async def delete_session(self, **names: Any) -> Any:
+        self.busy["delete"].set()
+        return await super().delete_session(**names)
+
+
+@pytest.mark.parametrize("call", ["create", "get", "append", "delete"])
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+async def test_a_cancelled_turn_leaves_its_store_as_a_finished_one_does(
+    client: PolicyClient, store: Path, call: str, steps: int
+) -> None:
+    service = Signalling(store)
+    await service.create_session(app_name="support.acme", user_id="u1", session_id="s1")
+    service.busy["create"].clear()
+    host = Host(client, {"pg-eu": lambda: service}, scripted_runner())
+    work: dict[str, Callable[[], Any]] = {
+        "create": lambda: host.create_session("acme", "u1", session_id="s2"),
+        "delete": lambda: host.delete_session("acme", "u1", "s1"),
+        "get": lambda: turn(host),
+        "append": lambda: turn(host),
+    }
+    task = asyncio.create_task(work[call]())
+    await service.busy[call].wait()
+    for _ in range(steps):
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert inside(host) == {"acme": 1}
-    while inside(host):
-        await asyncio.sleep(0.01)
-    assert await stored(store, "s2") is not None
+    assert inside(host) == {}
+    # Nothing is on its way any more, and nobody holds the file.
+    with sqlite3.connect(store, timeout=0) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        ids = {row[0] for row in other.execute("SELECT id FROM sessions")}
+        events = other.execute("SELECT count(*) FROM events").fetchone()[0]
+    other.close()
+    assert ids == {"create": {"s1", "s2"}, "delete": set()}.get(call, {"s1"})
+    assert events == (call == "append")
+    await host.close()
 
 
 class SteppedClock(DrivenClock):
