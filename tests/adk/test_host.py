@@ -458,6 +458,19 @@ class Signalling(DatabaseSessionService):
         return await super().delete_session(**names)
 
 
+def locked_contents(store: Path) -> tuple[set[str], int]:
+    """Return the ids of all sessions and the number of events, as they are for good.
+
+    Raises if anybody holds the file: then something is still on its way.
+    """
+    with sqlite3.connect(store, timeout=0) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        ids = {row[0] for row in other.execute("SELECT id FROM sessions")}
+        events = other.execute("SELECT count(*) FROM events").fetchone()[0]
+    other.close()
+    return ids, events
+
+
 @pytest.mark.parametrize("call", ["create", "get", "append", "delete"])
 @pytest.mark.parametrize("steps", [1, 2, 4, 8])
 async def test_a_cancelled_turn_leaves_its_store_as_a_finished_one_does(
@@ -481,15 +494,22 @@ async def test_a_cancelled_turn_leaves_its_store_as_a_finished_one_does(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert inside(host) == {}
-    # Nothing is on its way any more, and nobody holds the file.
-    with sqlite3.connect(store, timeout=0) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        ids = {row[0] for row in other.execute("SELECT id FROM sessions")}
-        events = other.execute("SELECT count(*) FROM events").fetchone()[0]
-    other.close()
+    ids, events = locked_contents(store)
     assert ids == {"create": {"s1", "s2"}, "delete": set()}.get(call, {"s1"})
     assert events == (call == "append")
     await host.close()
+
+
+async def test_a_caller_that_is_cancelled_again_and_again_waits_all_the_same(
+    host: Host, store: Path
+) -> None:
+    task = asyncio.create_task(host.create_session("acme", "u1", session_id="s2"))
+    while not task.done():
+        await asyncio.sleep(0)
+        task.cancel()
+    assert task.cancelled()
+    assert inside(host) == {}
+    assert locked_contents(store) == ({"s1", "s2"}, 0)
 
 
 class SteppedClock(DrivenClock):
