@@ -258,13 +258,20 @@ def test_a_placement_that_commits_between_two_reads_is_never_skipped(
 
 
 @pytest.mark.django_db(transaction=True, serialized_rollback=True)
+@pytest.mark.parametrize("holds", [False, True], ids=["with no policy", "with today's policy"])
 def test_no_first_policy_lets_turns_in_that_a_proof_has_overlooked(
-    cast: make.Cast, process: Any, now: datetime, elsewhere: Elsewhere, after_statement: Any
+    cast: make.Cast,
+    process: Any,
+    now: datetime,
+    elsewhere: Elsewhere,
+    after_statement: Any,
+    holds: bool,
 ) -> None:
     """Close the fence and prove it after each statement of an instance's first poll.
 
-    If the poll is answered `all`, the proof made in the meantime must not have held: the
-    poll was noted before the policy was read.
+    If the instance is left with `all`, the proof made in the meantime must not have held: the
+    poll was noted before the policy was read. That goes for one that names a version, too,
+    and is told that nothing has changed since.
     """
     statement = 0
     outcomes = set()
@@ -273,6 +280,8 @@ def test_no_first_policy_lets_turns_in_that_a_proof_has_overlooked(
             services.publish(cast.acme, cast.cell, accepts="all")
         newcomer = process(cast.cell, boot=f"boot-{statement}")
         newcomer.join(now=now)
+        number = Cell.objects.get(pk=cast.cell.pk).policy_version
+        since = f"{queries.epoch()}.{number}" if holds else ""
         proofs: list[bool] = []
 
         def close(proofs: list[bool] = proofs) -> None:
@@ -284,7 +293,7 @@ def test_no_first_policy_lets_turns_in_that_a_proof_has_overlooked(
             elsewhere(work)
 
         with after_statement(statement, close) as ran:
-            accepts = told(ask(newcomer, now=now))["acme"]
+            accepts = told(ask(newcomer, since=since, now=now)).get("acme", "all")
         if ran() <= statement:
             break
         [drained] = proofs
