@@ -222,22 +222,25 @@ def _watch(supervisor: Supervisor, move: TenantMigration) -> None:
     from durable.clock import database_now
     from migrations_app.domain.phases import ENDED
 
+    sweep, first = None, (database_now(), 0)
     with _Line() as line:
         for _ in _until(supervisor, MOVE_SECONDS, "the move to end"):
             move.refresh_from_db()
-            line.show(_progress(move, database_now()), key=move.phase)
+            now = database_now()
+            if sweep != (move.phase, move.passes, move.stage):
+                sweep, first = (move.phase, move.passes, move.stage), (now, move.done)
+            seconds = (now - first[0]).total_seconds()
+            rate = (move.done - first[1]) / seconds if seconds else 0.0
+            line.show(_progress(move, rate, now), key=move.phase)
             if move.phase in ENDED:
                 return
 
 
-def _progress(move: TenantMigration, now: datetime) -> str:
-    from migrations_app import panels
-
+def _progress(move: TenantMigration, rate: float, now: datetime) -> str:
     words = [f"{move} {MOVED} to {TARGET_STORE}: {move.phase.upper():<8}"]
-    if move.todo and move.phase not in ("done", "aborted"):
-        words.append(f"{move.done:,} of {move.todo:,}")
-        rate = panels.current_rate(move, now=now)
-        if rate and move.done < move.todo:
+    if 0 < move.done < move.todo:
+        words.append(f"{move.done:,} of {move.todo:,} sessions")
+        if rate > 0:
             words.append(f"{rate:.0f}/s, {(move.todo - move.done) / rate:.0f} s left")
     if move.fence_closed_at:
         seconds = ((move.fence_opened_at or now) - move.fence_closed_at).total_seconds()
