@@ -100,18 +100,6 @@ async def stored(store: Path, session: str = "s1") -> Any:
     return found
 
 
-def close_store(store: Path) -> None:
-    """Close it as a move does: every write is refused by a trigger."""
-    with sqlite3.connect(store) as connection:
-        for table in ("sessions", "events", "app_states", "user_states"):
-            for verb in ("INSERT", "UPDATE", "DELETE"):
-                connection.execute(
-                    f"CREATE TRIGGER closed_{table}_{verb} BEFORE {verb} ON {table} BEGIN "
-                    "SELECT RAISE(ABORT, 'closed by switchyard: support.acme is moving'); END"
-                )
-    connection.close()
-
-
 def inside(host: Host) -> dict[str, int]:
     return dict(host._client.fence.word().in_flight)
 
@@ -281,56 +269,6 @@ async def test_a_running_turn_outlives_the_fence_and_keeps_it_waiting(
     assert len([event async for event in events]) == 2
     client.tick()
     assert plane.reports[-1]["in_flight"] == {}
-
-
-# --- a closed store -------------------------------------------------------------------------
-
-
-async def test_a_turn_on_a_closed_store_is_draining(
-    host: Host, store: Path, plane: ControlPlane, client: PolicyClient
-) -> None:
-    close_store(store)
-    with pytest.raises(Draining) as refused:
-        await turn(host)
-    assert refused.value.retry_after_seconds == 30
-    assert inside(host) == {}
-    assert (await stored(store)).events == []
-
-
-async def test_a_store_that_closes_under_a_turn_is_draining(host: Host, store: Path) -> None:
-    events = host.run("acme", "u1", "s1", HI)
-    await anext(events)
-    close_store(store)
-    with pytest.raises(Draining):
-        await anext(events)
-    assert inside(host) == {}
-
-
-async def test_creating_a_session_in_a_closed_store_is_draining_not_a_duplicate(
-    host: Host, store: Path
-) -> None:
-    close_store(store)
-    with pytest.raises(Draining) as refused:
-        await host.create_session("acme", "u1", session_id="s9")
-    assert isinstance(refused.value.__cause__, AlreadyExistsError)
-
-
-async def test_deleting_a_session_from_a_closed_store_is_draining(host: Host, store: Path) -> None:
-    close_store(store)
-    with pytest.raises(Draining):
-        await host.delete_session("acme", "u1", "s1")
-
-
-async def test_other_tenants_of_a_closed_store_go_on_when_it_opens(host: Host, store: Path) -> None:
-    close_store(store)
-    with pytest.raises(Draining):
-        await turn(host)
-    with sqlite3.connect(store) as connection:
-        names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'")
-        for (name,) in names.fetchall():
-            connection.execute(f"DROP TRIGGER {name}")
-    connection.close()
-    assert len(await turn(host)) == 3
 
 
 # --- every way out --------------------------------------------------------------------------
