@@ -114,7 +114,13 @@ class PolicyClient:
             "plugins": sorted(plugins),
             "stores": sorted(stores),
         }
-        self._transport: Transport = transport or HttpTransport(base_url)
+        if transport is None:
+            transport = http_transport = HttpTransport(base_url)
+            # One that was given is its giver's to close.
+            self._hang_up: Callable[[], None] = http_transport.close
+        else:
+            self._hang_up = lambda: None
+        self._transport = transport
         self._dice = dice
         self._begin_anew()
 
@@ -170,6 +176,8 @@ class PolicyClient:
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
+            self._hang_up()
         self._thread = None
         # A new one, so that a thread that outlives the time-out still ends.
         self._stop = threading.Event()
@@ -203,6 +211,8 @@ class PolicyClient:
             except ControlPlaneError as error:
                 log.warning("%s could not leave %s: %s", self.name, self.cell, error)
                 return False
+            finally:
+                self._hang_up()
         return empty
 
     def tick(self) -> float:

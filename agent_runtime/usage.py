@@ -73,7 +73,10 @@ class Batch:
 
 
 class Usage:
-    """Counts per tenant and minute, and the sessions that were served. Safe for threads."""
+    """Counts per tenant and minute, and the sessions that were served. Safe for threads.
+
+    It is memory only: what has not been reported dies with a killed process, one poll at most.
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()

@@ -462,14 +462,11 @@ def test_leaving_waits_for_the_turns_inside(plane: ControlPlane, client: PolicyC
             entered.set()
             closed.wait(10)
 
-    def close() -> None:
-        # What leave() does first; its own wait then begins with the turn inside.
-        closed.set()
-
     thread = threading.Thread(target=turn)
     thread.start()
     entered.wait(10)
-    timer = threading.Timer(0.05, close)
+    # While leave() waits; if it came to wait later, it would find nobody inside.
+    timer = threading.Timer(0.05, closed.set)
     timer.start()
     assert client.leave(wait_seconds=10)
     thread.join()

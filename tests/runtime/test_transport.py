@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agent_runtime import HttpTransport
+from agent_runtime import HttpTransport, PolicyClient
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -114,3 +114,23 @@ def test_an_address_that_is_none_is_refused() -> None:
 def test_nobody_there_is_an_os_error() -> None:
     with pytest.raises(OSError, match="refused"):
         HttpTransport("http://127.0.0.1:1", timeout_seconds=5)("GET", "/", None, {})
+
+
+def test_a_client_that_leaves_closes_its_own_connection(server: Any) -> None:
+    client = PolicyClient(
+        f"http://127.0.0.1:{server.server_port}",
+        "token",
+        cell="one",
+        name="a",
+        build="b",
+        stores=[],
+        longest_turn_seconds=1,
+        longest_tool_seconds=1,
+    )
+    client.tick()  # The handler speaks no JSON: an answer that breaks the contract.
+    assert "breaks the contract" in client.trouble
+    transport = client._transport
+    assert isinstance(transport, HttpTransport)
+    assert transport._connection is not None
+    client.leave()
+    assert transport._connection is None
