@@ -20,7 +20,7 @@ from migrations_app.ports.base import (
     Survey,
 )
 from migrations_app.ports.postgres_guard import PostgresGuard
-from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT, key_params
+from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT, WHOLE, key_params
 
 EMPTY_STATE = "{}"
 # What is written to a COPY at a time.
@@ -60,7 +60,7 @@ class PostgresStore(PostgresGuard):
         """Count sessions, users and events of the tenant."""
         if not self.has_tables:
             return Counts(0, 0, 0)
-        with self.clean():
+        with self.transaction(f"{SNAPSHOT}; {WHOLE}"):
             row = self.rows(
                 "SELECT (SELECT count(*) FROM {sessions} WHERE app_name = %(app)s),"
                 " (SELECT count(*) FROM (SELECT user_id FROM {sessions} WHERE app_name = %(app)s"
@@ -231,7 +231,7 @@ class PostgresStore(PostgresGuard):
         if not self.has_tables:
             return total.hexdigest()
         stamp = _STAMP.format(n="coalesce(c.n, 0)", x="coalesce(c.x, 0)")
-        with self.transaction(SNAPSHOT):
+        with self.transaction(f"{SNAPSHOT}; {WHOLE}"):
             for row in self._cursor(
                 f"SELECT s.user_id, s.id, {stamp} FROM {{sessions}} s LEFT JOIN"
                 " (SELECT user_id, session_id, count(*) AS n, sum(xmin::text::bigint) AS x"

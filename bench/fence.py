@@ -1,0 +1,324 @@
+"""How long the fence of the article's tenant stays closed, with nothing in flight.
+
+A real move by the engine, its rows and its stores on PostgreSQL, a real policy client in
+each cell: 12,600 sessions are copied, 900 are touched, the fence closes and opens. Beside it
+a bare `COPY` of those 900 by a join on a temporary key table. Needs DATABASE_URL; makes and
+drops its own databases on that server.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+
+from bench import Bar, parser, report, rows
+
+TOUCHED = 900
+SMALL = 1_000
+NOBODY = 60.0  # seconds after which somebody who should have spoken has not
+TABLES = ("sessions", "events")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(__doc__ or "")
+    options.add_argument("--sessions", type=int, default=rows.SESSIONS)
+    chosen = options.parse_args(argv)
+    server = os.environ.get("DATABASE_URL", "")
+    if not server.startswith("postgres"):
+        options.error("DATABASE_URL must name a PostgreSQL server (`make bench` starts one).")
+    with rows.databases(server, 1) as (own,):
+        os.environ["DATABASE_URL"] = own
+        os.environ.setdefault("DJANGO_SETTINGS_MODULE", "platform_admin.settings")
+        os.environ["LOG_LEVEL"] = "ERROR"
+        import django
+        from django.core.management import call_command
+
+        django.setup()
+        call_command("migrate", verbosity=0)
+        return report(measure(server, chosen.sessions), as_json=chosen.json)
+
+
+def measure(server: str, sessions: int) -> Iterator[Bar]:
+    """Yield the figures, one after another as they are known."""
+    from django.db import connections
+
+    with rows.databases(server, 3) as (source, target, bare_target):
+        # First a small tenant: it warms what is warm in a worker, and shows what memory a
+        # tenant costs that is a twelfth of the size.
+        small = Tenant("small", source, target, sessions=min(SMALL, sessions))
+        small.run(touched=0)
+        before = peak_megabytes()
+        large = Tenant("large", source, target, sessions=sessions)
+        move, accepted = large.run(touched=min(TOUCHED, sessions))
+        grown = peak_megabytes() - before
+        floor = bare(source, bare_target, large.app_name, large.touched)
+        connections.close_all()
+    closed = (move.fence_opened_at - move.fence_closed_at).total_seconds()
+    expected = move.quote["expected"]
+    yield Bar("sessions, 20 events of about 1 KB each", sessions, "sessions")
+    yield Bar("touched after the first pass", len(large.touched), "sessions")
+    yield Bar("backfill, engine and all", sessions / large.backfill_seconds, "sessions/s")
+    for name, seconds in large.phases.items():
+        yield Bar(f"in {name}", seconds, "s")
+    yield Bar("bare COPY of the touched sessions by join", floor, "s")
+    yield Bar("fence, closed to the target's entry committed", closed, "s")
+    yield Bar("fence, expected", expected, "s")
+    yield Bar("fence, closed to the first accepted turn", accepted, "s")
+    yield Bar("fence, times the bare COPY", closed / floor, "x", 6.0)
+    yield Bar("fence, away from expected", abs(closed / expected - 1) * 100, "%", 25.0)
+    yield Bar("worker's memory grown with the tenant", grown, "MB", 32.0)
+
+
+class Tenant:
+    """One tenant of the bench and its move."""
+
+    def __init__(self, slug: str, source: str, target: str, *, sessions: int) -> None:
+        self.slug, self.sessions = slug, sessions
+        self.app_name = f"bench.{slug}"
+        self.urls = {f"{slug}-source": source, f"{slug}-target": target}
+        self.source = source
+        self.touched: list[tuple[str, str]] = []
+        self.phases: dict[str, float] = {}
+        self.backfill_seconds = 0.0
+
+    def run(self, *, touched: int) -> tuple[Any, float]:
+        """Move the tenant; return its row, and seconds from closing to the first accepted turn."""
+        from durable.clock import database_now
+        from durable.driver import advance
+        from migrations_app import services, steps
+        from migrations_app.domain.phases import Phase
+        from migrations_app.models import TenantMigration
+
+        rows.fill(
+            self.source,
+            app_name=self.app_name,
+            sessions=self.sessions,
+            users=max(1, self.sessions * rows.USERS // rows.SESSIONS),
+        )
+        tenant, cells, stores = self._onboard()
+        with joined(cells["source"], stores) as here, joined(cells["target"], stores) as there:
+            move = services.start(
+                tenant,
+                target_cell=cells["target"],
+                target_store=stores["target"],
+                by="bench",
+                reason="measured",
+                now=database_now(),
+                automatic=True,
+                soak_seconds=0,
+                offboard_automatically=False,
+            )
+            machine = steps.machine(lambda pk, phase, seconds: None)
+            door = Door(there.fence, self.slug)
+            while move.phase != Phase.SOAK:
+                stage, phase = move.stage, move.phase
+                began = time.perf_counter()
+                if not advance(machine, move.pk, clock=database_now):
+                    time.sleep(0.01)
+                spent = time.perf_counter() - began
+                move = TenantMigration.objects.get(pk=move.pk)
+                if phase == Phase.BACKFILL and stage == "copy":
+                    self.backfill_seconds += spent
+                elif phase in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET):
+                    self.phases[phase.upper()] = self.phases.get(phase.upper(), 0.0) + spent
+                if move.stage == "ready" and stage != "ready" and touched and not self.touched:
+                    self._touch(touched)
+                    for user, session in self.touched:
+                        here.usage.served(self.slug, user, session)
+                    self._until_reported(move)
+                if phase == Phase.BACKFILL and move.phase == Phase.DRAIN:
+                    door.start()
+                if move.ended_at is not None:
+                    raise SystemExit(f"the move was aborted: {move.events.first().note}")
+            accepted = door.opened_at(move.fence_closed_at)
+        return move, accepted
+
+    def _onboard(self) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
+        from durable.clock import database_now
+        from tenants import services
+
+        now = database_now()
+        region = services.add_region(f"{self.slug}-eu", name="EU", by="bench", now=now)
+        cells, stores = {}, {}
+        for side in ("source", "target"):
+            cell = services.add_cell(
+                f"{self.slug}-cell-{side}",
+                region=region,
+                quota_tokens_per_minute=5_000_000,
+                by="bench",
+                now=now,
+            )
+            services.verify_quota(cell, tokens_per_minute=5_000_000, by="bench", now=now)
+            cell.refresh_from_db()
+            key = f"{self.slug}-{side}"
+            variable = f"BENCH_{key.upper().replace('-', '_')}"
+            os.environ[variable] = self.urls[key]
+            cells[side] = cell
+            stores[side] = services.add_store(
+                key,
+                region=region,
+                kind="adk-sql",
+                address_from=f"env:{variable}",
+                by="bench",
+                now=now,
+            )
+        tenant = services.add_tenant(
+            self.slug,
+            name=self.slug,
+            app_name=self.app_name,
+            cell=cells["source"],
+            store=stores["source"],
+            by="bench",
+            now=now,
+        )
+        return tenant, cells, stores
+
+    def _touch(self, count: int) -> None:
+        """Add one event to `count` sessions, spread over the tenant, as turns would."""
+        with psycopg.connect(self.source) as connection:
+            self.touched = connection.execute(
+                "UPDATE sessions SET update_time = update_time + interval '1 hour'"
+                " WHERE app_name = %s AND (substr(id, 3)::int %% %s) = 0 AND substr(id, 3)::int < %s"
+                " RETURNING user_id, id",
+                (self.app_name, self.sessions // count, self.sessions // count * count),
+            ).fetchall()
+            connection.cursor().executemany(
+                "INSERT INTO events SELECT gen_random_uuid()::text, app_name, user_id, session_id,"
+                " invocation_id, timestamp + interval '1 hour', event_data FROM events"
+                " WHERE app_name = %s AND user_id = %s AND session_id = %s LIMIT 1",
+                [(self.app_name, *key) for key in self.touched],
+            )
+
+    def _until_reported(self, move: Any) -> None:
+        """Wait until the runtime's reports have named every touched session."""
+        from migrations_app import queries
+
+        until = time.monotonic() + NOBODY
+        while queries.changed_since_pass(move) < len(self.touched):
+            if time.monotonic() > until:
+                raise SystemExit("the instance never reported what it served")
+            time.sleep(0.05)
+
+
+class Door(threading.Thread):
+    """Knocks at the target's fence until a turn is let in."""
+
+    def __init__(self, fence: Any, tenant: str) -> None:
+        super().__init__(daemon=True)
+        self.fence, self.tenant = fence, tenant
+        self.opened: float | None = None
+
+    def run(self) -> None:
+        from agent_runtime import RetryLater
+
+        until = time.monotonic() + 600
+        while time.monotonic() < until:
+            try:
+                with self.fence.enter(self.tenant):
+                    self.opened = time.time()
+                    return
+            except RetryLater:
+                time.sleep(0.01)
+
+    def opened_at(self, closed_at: Any) -> float:
+        """Return seconds from closing to the first accepted turn; both clocks are this machine's."""
+        self.join(NOBODY)
+        if self.opened is None:
+            raise SystemExit("the target never accepted a turn")
+        return self.opened - float(closed_at.timestamp())
+
+
+@contextmanager
+def joined(cell: Any, stores: Mapping[str, Any]) -> Iterator[Any]:
+    """Keep a real policy client joined to the cell; it talks to the API without a socket."""
+    from django.test import Client
+
+    from agent_runtime import PolicyClient
+    from durable.clock import database_now
+    from tenants import services
+    from tenants.domain.roles import TokenRole
+
+    now = database_now()
+    _, secret = services.make_token(
+        f"bench {cell}",
+        role=TokenRole.RUNTIME,
+        cells=[cell],
+        expires_at=now + timedelta(hours=1),
+        by="bench",
+        now=now,
+    )
+    django = Client(raise_request_exception=False, SERVER_NAME="localhost")
+
+    def transport(
+        method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        answer = django.generic(
+            method,
+            path,
+            body or b"",
+            content_type="application/json",
+            headers=dict(headers),
+        )
+        return answer.status_code, dict(answer.items()), answer.content
+
+    client = PolicyClient(
+        "http://bench",
+        secret,
+        cell=cell.slug,
+        name=f"{cell}-1",
+        build="bench",
+        stores=[store.key for store in stores.values()],
+        longest_turn_seconds=30,
+        longest_tool_seconds=5,
+        transport=transport,
+    )
+    client.start()
+    try:
+        yield client
+    finally:
+        client.stop()
+
+
+def bare(source: str, target: str, app_name: str, keys: Sequence[tuple[str, str]]) -> float:
+    """Copy these sessions by a join on a temporary key table, and nothing else; return seconds."""
+    with psycopg.connect(target) as there:
+        for statement in rows.TABLES:
+            there.execute(statement)
+    with psycopg.connect(source) as here, psycopg.connect(target) as there:
+        began = time.perf_counter()
+        here.execute("CREATE TEMPORARY TABLE wanted(user_id text, session_id text)")
+        with here.cursor().copy("COPY wanted FROM STDIN") as into:
+            for key in keys:
+                into.write_row(key)
+        here.execute("ANALYZE wanted")
+        for table, column in zip(TABLES, ("id", "session_id"), strict=True):
+            query = (
+                f"COPY (SELECT t.* FROM {table} t JOIN wanted w ON t.user_id = w.user_id"
+                f" AND t.{column} = w.session_id WHERE t.app_name = '{app_name}')"
+                " TO STDOUT (FORMAT binary)"
+            )
+            with (
+                here.cursor().copy(query) as out,
+                there.cursor().copy(f"COPY {table} FROM STDIN (FORMAT binary)") as to,
+            ):
+                for data in out:
+                    to.write(data)
+        there.commit()
+        return time.perf_counter() - began
+
+
+def peak_megabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
