@@ -154,7 +154,8 @@ class Supervisor:
     def tail(self, name: str, lines: int = 15) -> str:
         """Return the last lines of a child's log."""
         path = self.logs / f"{name}.log"
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        text = path.read_text(errors="replace") if path.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
 
     def _spawn(self, process: Process) -> subprocess.Popen[bytes]:
         # The kernel ends the child if this process dies without a chance to do so.

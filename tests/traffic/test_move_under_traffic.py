@@ -1,0 +1,150 @@
+"""A thousand turns through a whole move, between real processes on PostgreSQL and Redis.
+
+Two agent processes talk to three tenants; one of these is moved between two databases. Turns
+stream, call tools that take seconds, and are cancelled anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from django.conf import settings
+from django.db import connection
+
+from bench.audit_events import Verdict, audit
+from bench.scene import Resident, Scene
+from bench.servers import free_port
+from durable.clock import database_now
+from migrations_app import services
+from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.models import TenantMigration
+from platform_admin.processes import Supervisor, installation
+from tenants.models import Cell, Store, Tenant
+
+FLEETS = ("agents-1", "agents-2")
+TURNS = 1_000
+# Of the turns, those that must have been taken before the move starts.
+BEFORE = 150
+WITHIN_SECONDS = 180.0
+# A refusal reaches a client a moment after the fence, by the client's own clock.
+SLACK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    move: TenantMigration
+    verdict: Verdict
+    # Events that each store acknowledged for the tenant that moved.
+    by_store: dict[str, int]
+    restarts: dict[str, int]
+
+
+@pytest.fixture
+def outcome(
+    transactional_db: None, server_url: str, new_database: Callable[[], str], tmp_path: Path
+) -> Iterator[Outcome]:
+    scene = Scene(
+        home=tmp_path,
+        stores={
+            key: new_database().replace("postgresql://", "postgresql+psycopg://")
+            for key in ("store-eu1-a", "store-eu1-b")
+        },
+        cells={"store-eu1-a": "cell-eu1-a", "store-eu1-b": "cell-eu1-b"},
+        residents=(
+            Resident("acme", "support", "store-eu1-a", sessions=30, clients=3),
+            Resident("bolt", "support", "store-eu1-a", sessions=10),
+            Resident("core", "billing", "store-eu1-b", sessions=10),
+        ),
+    )
+    environment = {
+        "DATABASE_URL": f"{server_url}/{connection.settings_dict['NAME']}",
+        "REDIS_URL": settings.REDIS_URL,
+        "SWITCHYARD_HOME": str(tmp_path),
+        # google-adk announces its experimental parts.
+        "PYTHONWARNINGS": "ignore",
+        **scene.environment,
+    }
+    tokens = scene.onboard(now=database_now())
+    port = free_port()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Supervisor(tmp_path / "log", environment=environment) as supervisor,
+    ):
+        for name, url in scene.environment.items():
+            patch.setenv(name, url)
+        fills = scene.fills()
+        supervisor.start(*installation(port), *fills)
+        _until(supervisor, lambda: not any(supervisor.running(fill.name) for fill in fills))
+        supervisor.start(
+            *scene.fleets(
+                FLEETS,
+                address=f"http://127.0.0.1:{port}",
+                tokens=tokens,
+                think_seconds=0.0,
+                turns=TURNS // len(FLEETS),
+            )
+        )
+        journals = [tmp_path / "journal" / f"{name}.jsonl" for name in FLEETS]
+        _until(supervisor, lambda: _turns(journals) >= BEFORE)
+        move = services.start(
+            Tenant.objects.get(slug="acme"),
+            target_cell=Cell.objects.get(slug="cell-eu1-b"),
+            target_store=Store.objects.get(key="store-eu1-b"),
+            by="ada",
+            reason="a thousand turns",
+            now=database_now(),
+            automatic=True,
+            soak_seconds=2,
+            pace_per_second=20,
+            offboard_automatically=True,
+        )
+
+        def over() -> bool:
+            move.refresh_from_db()
+            return move.phase in ENDED and not any(map(supervisor.running, FLEETS))
+
+        _until(supervisor, over)
+        by_store: dict[str, int] = {}
+        for line in (line for path in journals for line in path.read_text().splitlines()):
+            if '"tenant":"acme"' in line and '"kind":"event"' in line:
+                for key in scene.stores:
+                    by_store[key] = by_store.get(key, 0) + (f'"store":"{key}"' in line)
+        yield Outcome(
+            move, audit(scene.journals, scene.homes()), by_store, dict(supervisor.restarts)
+        )
+
+
+@pytest.mark.timeout(2 * WITHIN_SECONDS)
+def test_a_thousand_turns_through_a_move_lose_and_double_nothing(outcome: Outcome) -> None:
+    move, verdict = outcome.move, outcome.verdict
+    assert move.phase == Phase.DONE, move.failure
+    assert outcome.restarts == {}
+    assert verdict.examples == []
+    assert verdict.clean, str(verdict)
+    assert verdict.failed == 0
+    assert min(outcome.by_store.values()) > 50
+    # Refused only while the fence was closed, and all of them to be sent again.
+    assert move.fence_closed_at is not None
+    assert move.fence_opened_at is not None
+    begin, end = move.fence_closed_at.timestamp(), move.fence_opened_at.timestamp()
+    assert verdict.refused_outside("acme", begin, end + SLACK_SECONDS) == 0
+    assert set(verdict.refused) <= {"Draining", "Moved", "Behind"}
+
+
+def _until(supervisor: Supervisor, true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + WITHIN_SECONDS
+    while not true():
+        supervisor.tend()
+        if time.monotonic() > limit:
+            logs = {name: supervisor.tail(name) for name in (*FLEETS, "bulk", "prompt")}
+            pytest.fail("\n".join(f"{name}:\n{log}" for name, log in logs.items()))
+        time.sleep(0.1)
+
+
+def _turns(journals: list[Path]) -> int:
+    found = (path.read_bytes() for path in journals if path.exists())
+    return sum(text.count(b'"kind":"turn"') for text in found)
