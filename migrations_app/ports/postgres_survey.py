@@ -129,7 +129,7 @@ def survey(store: PostgresStore) -> Survey:
         dialect=store.dialect,
         has_app_state=has_app_state,
         columns=tuple(
-            f"{table}.{name} {kind}"
+            f"{table}.{name} {'varchar' if kind in schema.TEXTS else kind}"
             for table, types in columns.items()
             for name, kind in types.items()
         ),
@@ -142,10 +142,14 @@ def _version(store: PostgresStore) -> str:
         row = None
         if has_metadata:
             row = store.run("SELECT value FROM {metadata} WHERE key = 'schema_version'").fetchone()
-    columns = {table: tuple(types) for table, types in store.columns().items()}
-    return schema.check_version(
-        columns, has_metadata=has_metadata, version=row[0] if row else None, where=store.where
+    version = schema.check_version(
+        store.columns(),
+        has_metadata=has_metadata,
+        version=row[0] if row else None,
+        where=store.where,
     )
+    schema.check_types(store.columns(), store.where)
+    return version
 
 
 def _required(store: PostgresStore) -> dict[str, list[str]]:

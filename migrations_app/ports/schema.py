@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from migrations_app.ports.base import Finding, NotASessionStore, OldSchema
+from migrations_app.ports.base import ColumnsDiffer, Finding, NotASessionStore, OldSchema
 
 VERSION = "1"
+# PostgreSQL's types that hold what a varchar holds, and travel alike.
+TEXTS = ("text", "varchar", "bpchar")
 TABLES = ("app_states", "user_states", "sessions", "events")
 # What ADK's columns hold at most; also what a move's own records hold.
 LONGEST_ID = 128
@@ -128,6 +130,25 @@ def check_version(
     return VERSION if set(columns) == set(TABLES) else ""
 
 
+def check_types(columns: Mapping[str, Mapping[str, str]], where: str) -> None:
+    """Refuse PostgreSQL tables whose known columns have types that ADK never gave them."""
+    for table, types in columns.items():
+        for column in COLUMNS[table]:
+            kind = types[column]
+            wanted = _wanted_type(table, column)
+            if kind != wanted and not (wanted == "varchar" and kind in TEXTS):
+                raise ColumnsDiffer(
+                    f"The column {table}.{column} is {kind}, not {wanted}, in {where}. google-adk"
+                    f" makes it {wanted}: change the column's type, or choose another store."
+                )
+
+
+def _wanted_type(table: str, column: str) -> str:
+    line = next(line for line in _TABLES[table] if line.startswith(f"{column} "))
+    kind = line.split(" ")[1]
+    return {"{json}": "jsonb", "{time}": "timestamp"}.get(kind, "varchar")
+
+
 def unknown_columns(
     columns: Mapping[str, Collection[str]], required: Mapping[str, Collection[str]]
 ) -> list[Finding]:
@@ -155,14 +176,10 @@ def unknown_columns(
 
 def listed_columns(dialect: str) -> set[str]:
     """Return the columns of the tables that `tables` makes, as a Survey lists them."""
-    kinds = {"VARCHAR(128)": "varchar", "VARCHAR(256)": "varchar", "{json}": "jsonb"}
-    listed = set()
-    for table, lines in _TABLES.items():
-        for line in lines[: len(COLUMNS[table])]:
-            name, kind = line.split(" ")[:2]
-            listed.add(
-                f"{table}.{name} {kinds.get(kind, 'timestamp')}"
-                if dialect == "postgresql"
-                else f"{table}.{name}"
-            )
-    return listed
+    return {
+        f"{table}.{column} {_wanted_type(table, column)}"
+        if dialect == "postgresql"
+        else f"{table}.{column}"
+        for table, columns in COLUMNS.items()
+        for column in columns
+    }

@@ -100,7 +100,7 @@ class SqliteStore:
             )
         # A file that is not there yet is an empty store; looking must not make it.
         there = create or Path(self.path).exists()
-        with self._clean():
+        with self.clean():
             connection = sqlite3.connect(
                 # rw and not ro: what a killed writer left (a hot journal) can't be read without
                 # first rolling it back.
@@ -123,11 +123,11 @@ class SqliteStore:
 
     def rows(self, statement: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> list[Any]:
         """Run one statement and return its rows."""
-        with self._clean():
+        with self.clean():
             return self.connection.execute(statement, params).fetchall()
 
     @contextmanager
-    def _clean(self) -> Iterator[None]:
+    def clean(self) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, UnicodeError) as error:
@@ -136,7 +136,7 @@ class SqliteStore:
     @contextmanager
     def _transaction(self, begin: str, seconds: float) -> Iterator[None]:
         """Run the body between `begin` and COMMIT; any error rolls back."""
-        with self._clean():
+        with self.clean():
             self._patiently(begin, seconds)
             try:
                 yield
@@ -250,8 +250,8 @@ class SqliteStore:
         """Return the stamps of those sessions that exist."""
         if not keys or not self.has_tables:
             return {}
-        with self._keys(list(keys)), self._clean():
-            return self._read_stamps("main")
+        with self.choosing(list(keys)), self.clean():
+            return self.read_stamps("main")
 
     def digests(self, keys: Collection[Key]) -> dict[Key, Digest]:
         """Return strict SHA-256 digests, hashed here row by row as SQLite keeps the values.
@@ -263,9 +263,9 @@ class SqliteStore:
         if not keys or not self.has_tables:
             return {}
         found: dict[Key, Digest] = {}
-        for bite in self._bites(list(keys)):
-            with self._keys(bite), self._snapshot():
-                stamps = self._read_stamps("main")
+        for bite in self.bites(list(keys)):
+            with self.choosing(bite), self._snapshot():
+                stamps = self.read_stamps("main")
                 states = {
                     Key(row[0], row[1]): _hash_row(row[2:]).hex()
                     for row in self.rows(
@@ -349,7 +349,7 @@ class SqliteStore:
         found: list[Any] = []
         users = [user for user in user_ids if user is not None]
         if users:
-            with self._keys([Key(user, "") for user in users]):
+            with self.choosing([Key(user, "") for user in users]):
                 found = self.rows(
                     "SELECT k.u, coalesce(t.state, '{}') FROM temp.keys k"
                     " LEFT JOIN user_states t ON t.app_name = :app AND t.user_id = k.u"
@@ -577,22 +577,22 @@ class SqliteStore:
         """Delete these sessions and their events; return how many sessions there were."""
         if not keys:
             return 0
-        with self._keys(list(keys)), self.writing():
-            return self._remove()
+        with self.choosing(list(keys)), self.writing():
+            return self.remove()
 
     def delete_unchanged(self, stamps: Mapping[Key, Stamp]) -> list[Key]:
         """Delete those sessions whose stamp is still the given one; return them."""
         same: list[Key] = []
         if stamps:
-            with self._keys(list(stamps)), self.writing():
-                now = self._read_stamps("main")
+            with self.choosing(list(stamps)), self.writing():
+                now = self.read_stamps("main")
                 same = [key for key in stamps if now.get(key) == stamps[key]]
                 changed = [key for key in stamps if key not in set(same)]
                 self.connection.executemany("DELETE FROM temp.keys WHERE u = ? AND i = ?", changed)
-                self._remove()
+                self.remove()
         return same
 
-    def _remove(self) -> int:
+    def remove(self) -> int:
         """Delete the sessions of temp.keys inside the caller's transaction, events first."""
         self.connection.execute(
             "DELETE FROM main.events WHERE rowid IN (SELECT e.rowid FROM temp.keys k CROSS JOIN"
@@ -648,9 +648,9 @@ class SqliteStore:
     # --- keys, bites, stamps -------------------------------------------------------------
 
     @contextmanager
-    def _keys(self, keys: Sequence[Key]) -> Iterator[None]:
+    def choosing(self, keys: Sequence[Key]) -> Iterator[None]:
         """Put keys into temp.keys, which is in memory, outside any transaction of the file."""
-        with self._clean():
+        with self.clean():
             self.connection.execute(
                 "CREATE TEMP TABLE IF NOT EXISTS keys (u TEXT NOT NULL, i TEXT NOT NULL)"
             )
@@ -658,12 +658,12 @@ class SqliteStore:
             self.connection.executemany("INSERT INTO temp.keys VALUES (?, ?)", keys)
         yield
 
-    def _bites(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
+    def bites(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
         """Split keys so that each bite's events are a few megabytes.
 
         One session longer than a bite is a bite of its own.
         """
-        with self._keys(keys):
+        with self.choosing(keys):
             sizes = self.rows(
                 "SELECT k.u, k.i, (SELECT coalesce(sum(length(event_data)), 0) FROM events e"
                 " WHERE e.app_name = ? AND e.user_id = k.u AND e.session_id = k.i)"
@@ -681,7 +681,7 @@ class SqliteStore:
         if bite:
             yield bite
 
-    def _read_stamps(self, database: str) -> dict[Key, Stamp]:
+    def read_stamps(self, database: str) -> dict[Key, Stamp]:
         """Read the stamps of temp.keys; `database` is main, or source where one is attached."""
         found = self.connection.execute(
             f"SELECT {_stamp_columns(database)} FROM temp.keys k CROSS JOIN {database}.sessions s"
@@ -711,17 +711,17 @@ def copy(source: SqliteStore, target: SqliteStore, keys: Sequence[Key]) -> dict[
     """
     copied: dict[Key, Copied] = {}
     connection = target.connection
-    with target._clean():
+    with target.clean():
         connection.execute("ATTACH ? AS source", (sqlite_uri(source.path, "rw"),))
         try:
             # Keys that the source lacks have no size and end in some bite too: their copies go.
-            for bite in source._bites(keys):
-                with target._keys(bite), target.writing():
-                    before = target._read_stamps("source")
-                    target._remove()
+            for bite in source.bites(keys):
+                with target.choosing(bite), target.writing():
+                    before = target.read_stamps("source")
+                    target.remove()
                     for table in ("sessions", "events"):
                         connection.execute(_insert(source, table), (target.app_name,))
-                    after = target._read_stamps("main")
+                    after = target.read_stamps("main")
                 for key, stamp in before.items():
                     copied[key] = Copied(stamp, after[key])
         finally:

@@ -1,0 +1,383 @@
+"""The races that shaped the guard, run on a real PostgreSQL."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from migrations_app.ports import copy, postgres
+from migrations_app.ports.base import (
+    START,
+    Guard,
+    Key,
+    StoreBusy,
+    Unreachable,
+)
+from tests.apps.migrations_app.ports import places
+from tests.apps.migrations_app.ports.places import ACME, BOLT, Place, Thread
+
+S0, S2 = Key("u0", "s0"), Key("u0", "s2")
+
+
+@pytest.fixture
+def dialect() -> str:
+    return "postgresql"
+
+
+@pytest.fixture
+def live(source: Place) -> Place:
+    """A source under move 1's guard, its agents writing."""
+    with source.open() as store:
+        store.provision()
+        store.adopt(None, mover=False, agents=True)
+    return source
+
+
+@pytest.fixture
+def role(server_url: str, source: Place) -> Iterator[str]:
+    """A second role, as agents have: rights on ADK's tables, none on the guard."""
+    name = f"agent_{secrets.token_hex(4)}"
+    with psycopg.connect(source.url, autocommit=True) as admin:
+        role = sql.Identifier(name)
+        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
+        admin.execute(sql.SQL("GRANT USAGE ON SCHEMA public TO {}").format(role))
+        admin.execute(
+            sql.SQL(
+                "GRANT SELECT, INSERT, UPDATE, DELETE ON app_states, user_states, sessions, events"
+                " TO {}"
+            ).format(role)
+        )
+        yield name
+        admin.execute(sql.SQL("DROP OWNED BY {}").format(role))
+        admin.execute(sql.SQL("DROP ROLE {}").format(role))
+
+
+def close(place: Place, *, claim: int = 1) -> None:
+    with place.open(claim=claim) as store:
+        store.take(mover=False, agents=False)
+
+
+def count(place: Place) -> int:
+    return int(place.run("SELECT count(*) FROM events WHERE app_name = ?", ACME)[0][0])
+
+
+def test_closing_waits_for_an_open_writer(live: Place) -> None:
+    with psycopg.connect(live.url) as writer:
+        places.put_event(writer, ACME, *S0, "open", second=30)
+        closing = Thread(lambda: close(live))
+        closing.join(0.3)
+        assert closing.is_alive()
+        writer.commit()
+        closing.result()
+    # What the scan after closing reads is all there will be.
+    assert count(live) == 16
+
+
+@pytest.mark.parametrize("isolation", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+def test_a_writer_that_began_before_closing_and_writes_after_it_fails(
+    live: Place, isolation: str
+) -> None:
+    with psycopg.connect(live.url) as writer:
+        writer.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}")
+        writer.execute("SELECT count(*) FROM sessions")
+        close(live)
+        with pytest.raises(
+            psycopg.OperationalError if isolation != "READ COMMITTED" else psycopg.Error
+        ):
+            places.put_event(writer, ACME, *S0, "late", second=30)
+        writer.rollback()
+    assert count(live) == 15
+
+
+def test_closing_is_seen_by_its_own_error_code(live: Place) -> None:
+    close(live)
+    with (
+        pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState) as caught,
+        live.connect() as agent,
+    ):
+        places.put_event(agent, ACME, *S0, "late", second=30)
+    assert str(caught.value).startswith("closed by switchyard")
+
+
+def test_a_writer_older_than_the_guard_row_is_named_until_it_ends(source: Place) -> None:
+    with psycopg.connect(source.url) as old:
+        old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        old.execute("SELECT count(*) FROM sessions")
+        with source.open() as store:
+            store.provision()
+            store.adopt(None, mover=False, agents=True)
+            noted = store.older_writers()
+            with psycopg.connect(source.url) as young:
+                young.execute("SELECT 1")
+                assert store.still_writing(noted) == [f"pid {old.info.backend_pid}"]
+            close(source)
+            # The leak that makes DRAIN wait: its snapshot has no guard row.
+            places.put_event(old, ACME, *S0, "leak", second=30)
+            assert store.still_writing(noted) == [f"pid {old.info.backend_pid}"]
+            old.commit()
+            assert store.still_writing(noted) == []
+    assert count(source) == 16
+
+
+def test_a_writer_of_another_role_is_named_too(live: Place, role: str) -> None:
+    with live.open() as store, psycopg.connect(live.url, user=role) as old:
+        old.execute("SELECT count(*) FROM sessions")
+        noted = store.older_writers()
+        assert len(noted) == 1
+        assert store.still_writing(noted) == [f"pid {old.info.backend_pid}"]
+
+
+def test_a_writer_in_another_database_is_nobodys_business(live: Place, target: Place) -> None:
+    with live.open() as store, psycopg.connect(target.url) as other:
+        other.execute("SELECT count(*) FROM sessions")
+        assert store.older_writers() == []
+
+
+def test_our_own_handle_is_not_an_older_writer(live: Place) -> None:
+    with live.open() as store:
+        assert isinstance(store, postgres.PostgresStore)
+        with store.transaction("BEGIN"):
+            store.run("SELECT count(*) FROM {sessions}")
+            assert store.older_writers() == []
+
+
+def test_a_role_without_rights_on_the_guard_writes_while_it_is_open(live: Place, role: str) -> None:
+    with psycopg.connect(live.url, user=role, autocommit=True) as agent:
+        places.put_event(agent, ACME, *S0, "mine", second=30)
+        places.put_event(agent, BOLT, "u0", "s0", "mine", second=30)
+        close(live)
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+            places.put_event(agent, ACME, *S0, "late", second=31)
+        places.put_event(agent, BOLT, "u0", "s0", "other tenant", second=31)
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            agent.execute("SELECT * FROM switchyard_guard")
+
+
+def test_a_table_of_the_same_name_does_not_fool_the_trigger(live: Place, role: str) -> None:
+    close(live)
+    with psycopg.connect(live.url, user=role, autocommit=True) as agent:
+        agent.execute(
+            "CREATE TEMP TABLE switchyard_guard (app_name text, agents boolean);"
+            "INSERT INTO switchyard_guard VALUES ('support.acme', true)"
+        )
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+            places.put_event(agent, ACME, *S0, "late", second=31)
+
+
+def test_a_backend_stuck_in_copy_is_ended_by_the_next_claim(source: Place, target: Place) -> None:
+    with source.open() as here, target.open(claim=1) as stuck, target.open(claim=2) as later:
+        assert isinstance(stuck, postgres.PostgresStore)
+        stuck.connection.execute("BEGIN")
+        stuck.run(
+            "SELECT 1 FROM {guard} WHERE app_name = %(app)s AND claim = 1 AND mover FOR SHARE"
+        )
+        stuck.run("SELECT set_config('switchyard.mover', 'x', true)")
+        copying = stuck.connection.cursor().copy("COPY sessions FROM STDIN")
+        into = copying.__enter__()
+        into.write("support.acme\tu0\ts0\t{}\t2026-01-01\t2026-01-01\n")
+        # Its worker has been stopped here, in the middle of a row's bytes, with the guard held.
+        began = time.monotonic()
+        later.take(mover=True, agents=False)
+        assert time.monotonic() - began < 3
+        assert len(copy(here, later, [S0])) == 1
+        with suppress(psycopg.Error):
+            copying.__exit__(None, None, None)
+        with pytest.raises(Unreachable):
+            stuck.delete([S0])
+
+
+def test_a_claim_ends_only_lower_claims_of_its_own_move(target: Place) -> None:
+    with (
+        target.open(claim=3) as later,
+        target.open(claim=3) as equal,
+        target.open(claim=12) as higher,
+        target.open(move=11, claim=1) as other_move,
+        target.open(app_name=BOLT, move=0, claim=0) as looking,
+        target.open(claim=2) as lower,
+    ):
+        later.take(mover=True, agents=False)
+        for store in (equal, higher, other_move, looking):
+            store.counts()
+        with pytest.raises(Unreachable):
+            lower.counts()
+
+
+def test_adopting_ends_what_an_ended_move_left_hanging(target: Place) -> None:
+    with target.open(claim=1) as stuck, target.open(move=2) as new:
+        assert isinstance(stuck, postgres.PostgresStore)
+        stuck.connection.execute("BEGIN")
+        stuck.run("SELECT 1 FROM {guard} FOR SHARE")
+        new.adopt(new.guard(), mover=True, agents=False)
+        assert new.guard() == Guard(2, 1, True, False)
+
+
+class Busy:
+    """Twelve agents that write one tenant all the time, each on its own session."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.stop = threading.Event()
+        self.turns = 0
+        self.threads = [Thread(lambda n=n: self._write(n)) for n in range(12)]  # type: ignore[misc]
+
+    def _write(self, number: int) -> None:
+        with psycopg.connect(self.place.url) as agent:
+            while not self.stop.is_set():
+                with suppress(psycopg.Error):
+                    agent.execute(
+                        "UPDATE sessions SET update_time = now() WHERE app_name = %s AND id = %s",
+                        (ACME, f"busy{number}"),
+                    )
+                    self.stop.wait(0.02)
+                    agent.commit()
+                    self.turns += 1
+                    continue
+                agent.rollback()
+                self.stop.wait(0.05)
+
+    def end(self) -> None:
+        self.stop.set()
+        for thread in self.threads:
+            thread.result()
+
+
+@pytest.fixture
+def busy(live: Place) -> Iterator[Busy]:
+    with live.connect() as agent:
+        for number in range(12):
+            places.put_session(agent, ACME, "u0", f"busy{number}", {})
+    writers = Busy(live)
+    while writers.turns < 24:
+        writers.stop.wait(0.01)
+    yield writers
+    writers.end()
+
+
+def test_busy_writers_do_not_starve_closing(live: Place, busy: Busy) -> None:
+    began = time.monotonic()
+    close(live)
+    assert time.monotonic() - began < 5
+    closed_at = busy.turns
+    busy.stop.wait(0.2)
+    # At most what had passed the trigger before; nothing since.
+    assert busy.turns - closed_at == 0
+
+
+def test_provisioning_gives_up_soon_and_goes_on_later(source: Place) -> None:
+    with psycopg.connect(source.url) as writer:
+        places.put_event(writer, BOLT, "u0", "s0", "open", second=30)
+        with source.open() as store:
+            began = time.monotonic()
+            with pytest.raises(StoreBusy):
+                store.provision()
+            assert time.monotonic() - began < 3
+            writer.commit()
+            store.provision()
+            assert store.survey().can_close
+
+
+def test_a_long_writer_makes_closing_busy_not_stuck(live: Place) -> None:
+    with psycopg.connect(live.url) as writer:
+        places.put_event(writer, ACME, *S0, "open", second=30)
+        began = time.monotonic()
+        with pytest.raises(StoreBusy):
+            close(live)
+        assert time.monotonic() - began < 6
+        # Other tenants were never kept for long, and the store is as open as before.
+        with live.connect() as agent:
+            places.put_event(agent, BOLT, "u0", "s0", "new", second=30)
+            places.put_event(agent, ACME, "u1", "s1", "new", second=30)
+
+
+def test_a_deadlock_is_tried_again(source: Place, target: Place) -> None:
+    with source.open() as here, target.open() as there:
+        copied = copy(here, there, [S0, S2])
+        with psycopg.connect(target.url) as writer:
+            # So that the server always chooses us.
+            writer.execute("SET deadlock_timeout = '20s'")
+            writer.execute("SET switchyard.mover = 'agent'")
+            writer.execute(
+                "SELECT 1 FROM sessions WHERE app_name = %s AND id = 's2' FOR UPDATE", (ACME,)
+            )
+            deleting = Thread(
+                lambda: there.delete_unchanged({k: c.target for k, c in copied.items()})
+            )
+            somebody_waits(target)
+            # We hold s0 and want s2; the writer holds s2 and wants s0.
+            writer.execute(
+                "SELECT 1 FROM sessions WHERE app_name = %s AND id = 's0' FOR UPDATE", (ACME,)
+            )
+            writer.commit()
+            assert set(deleting.result()) == {S0, S2}
+
+
+def somebody_waits(place: Place) -> None:
+    """Wait until some backend of the database waits for another's row."""
+    for _ in range(500):
+        if place.run(
+            "SELECT 1 FROM pg_stat_activity WHERE datname = current_database()"
+            " AND wait_event_type = 'Lock'"
+        ):
+            return
+        time.sleep(0.01)
+    raise AssertionError("nobody waits")
+
+
+def test_a_claim_that_takes_over_waits_for_a_write_under_way(source: Place, target: Place) -> None:
+    with source.open() as here, target.open(claim=1) as slow, target.open(claim=2) as later:
+        copy(here, slow, [S0])
+        assert isinstance(slow, postgres.PostgresStore)
+        # A name that the later claim does not end: as if the server were slow to do it.
+        slow.connection.execute("SET application_name = 'slow'")
+        with slow.writing():
+            slow.remove([S0])
+            taking = Thread(lambda: later.take(mover=True, agents=False))
+            taking.join(0.3)
+            assert taking.is_alive()
+        taking.result()
+        assert later.page(START, 5) == []
+
+
+def test_a_write_waits_for_no_lock_longer_than_a_lease(source: Place, target: Place) -> None:
+    with source.open() as here, target.open() as there:
+        copied = copy(here, there, [S0])
+        with psycopg.connect(target.url) as writer:
+            writer.execute("SET switchyard.mover = 'agent'")
+            writer.execute("SELECT 1 FROM sessions FOR UPDATE")
+            began = time.monotonic()
+            with pytest.raises(StoreBusy):
+                there.delete(list(copied))
+            assert time.monotonic() - began < 10
+
+
+def test_an_edit_between_surveying_and_deleting_leaves_the_session(
+    source: Place, target: Place
+) -> None:
+    with source.open() as here, target.open() as there:
+        copied = copy(here, there, [S0, S2])
+        stamps = {key: stamp.target for key, stamp in copied.items()}
+        with psycopg.connect(target.url) as writer:
+            writer.execute("SET switchyard.mover = 'agent'")
+            writer.execute("UPDATE events SET event_data = '{}' WHERE id = 's0-e1'")
+            deleting = Thread(lambda: there.delete_unchanged(stamps))
+            somebody_waits(target)
+            writer.commit()
+            assert deleting.result() == [S2]
+
+
+def test_engine_connections_carry_the_claim_and_end_themselves(target: Place) -> None:
+    with target.open(move=147, claim=12) as store:
+        assert isinstance(store, postgres.PostgresStore)
+        names = target.run(
+            "SELECT application_name FROM pg_stat_activity WHERE datname = current_database()"
+        )
+        (limit,) = store.rows("SHOW idle_in_transaction_session_timeout")[0]
+    assert ("switchyard mv-147 claim 12",) in names
+    assert limit == "15s"
