@@ -48,7 +48,7 @@ def installation(port: int, *, host: str = "127.0.0.1") -> list[Process]:
     def worker(queue: str, concurrency: int) -> Process:
         # Workers need not hear of each other: rows say what is due.
         alone = ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-        size = ["--concurrency", str(concurrency), "--loglevel", "INFO"]
+        size = ["--concurrency", str(concurrency), "--loglevel", "WARNING"]
         return Process(queue, celery("worker", "-Q", queue, "-n", f"{queue}@%h", *size, *alone))
 
     web = [
