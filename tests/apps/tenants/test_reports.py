@@ -12,10 +12,12 @@ from django.db import connections, transaction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from durable.clock import database_now
 from tenants import queries, services
 from tenants.domain.fence import FAST_MS, SLOW_MS
 from tenants.domain.reports import Dirty, Usage
 from tenants.models import AuditEntry, Cell, Counter, DirtyLine, RuntimeInstance, UsageLine
+from tenants.tasks import sweep
 from tests import make
 
 Elsewhere = Callable[[Callable[[], Any]], Any]
@@ -455,6 +457,15 @@ def test_a_report_that_renews_in_time_undoes_a_proof_that_counted_its_instance_a
     other.join(10)
     assert marked == [False]
     assert joined.row.gone_at is None
+
+
+@pytest.mark.django_db
+def test_the_periodic_sweep_judges_by_the_databases_clock(joined: Any, process: Any) -> None:
+    fresh = process(joined.cell, boot="boot-2")
+    fresh.join(now=database_now())
+    RuntimeInstance.objects.filter(key=joined.key).update(lease_until=database_now() - OVER)
+    sweep()
+    assert (joined.row.gone_why, fresh.row.gone_why) == ("lapsed", "")
 
 
 @pytest.mark.django_db

@@ -175,6 +175,11 @@ def test_what_is_not_there_is_404_in_the_one_shape(cast: make.Cast, viewer: Any,
     assert shape(viewer.get(f"/ops/{path}")) == (404, "not_found")
 
 
+@pytest.mark.parametrize("path", ["", "nothing", "ops/tenants/", "runtime/policy/x"])
+def test_an_address_that_leads_nowhere_is_404_in_the_one_shape(nobody: Any, path: str) -> None:
+    assert shape(nobody.get(f"/{path}")) == (404, "not_found")
+
+
 def test_a_refusal_is_409_with_its_word(cast: make.Cast, admin: Any) -> None:
     body = {"slug": "eu1", "name": "again"}
     assert shape(admin.post("/ops/regions", body)) == (409, "slug_taken")
