@@ -187,7 +187,8 @@ class Tenant:
         with psycopg.connect(self.source) as connection:
             self.touched = connection.execute(
                 "UPDATE sessions SET update_time = update_time + interval '1 hour'"
-                " WHERE app_name = %s AND (substr(id, 3)::int %% %s) = 0 AND substr(id, 3)::int < %s"
+                " WHERE app_name = %s AND (substr(id, 3)::int %% %s) = 0"
+                " AND substr(id, 3)::int < %s"
                 " RETURNING user_id, id",
                 (self.app_name, self.sessions // count, self.sessions // count * count),
             ).fetchall()
@@ -230,7 +231,7 @@ class Door(threading.Thread):
                 time.sleep(0.01)
 
     def opened_at(self, closed_at: Any) -> float:
-        """Return seconds from closing to the first accepted turn; both clocks are this machine's."""
+        """Return seconds from closing to the first accepted turn; one machine, one clock."""
         self.join(NOBODY)
         if self.opened is None:
             raise SystemExit("the target never accepted a turn")
