@@ -165,10 +165,10 @@ def _read(home: Home) -> Iterable[Stored]:
             )
         connection.close()
     else:
-        with psycopg.connect(f"postgresql://{rest}") as connection:
+        with psycopg.connect(f"postgresql://{rest}") as server:
             yield from map(
                 Stored._make,
-                connection.execute(
+                server.execute(
                     f"SELECT {columns}, event_data->>'author' FROM events WHERE app_name = %s",
                     (home.app_name,),
                 ),
