@@ -6,9 +6,10 @@ Neither google-adk nor SQLAlchemy is imported here: rows are read and written by
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 from migrations_app.ports import postgres, sqlite
 from migrations_app.ports.address import Postgres, resolve
@@ -24,9 +25,10 @@ from migrations_app.ports.base import (
     UnknownKind,
 )
 
-__all__ = ["check_pair", "copy", "digests_of_both", "open_store"]
+__all__ = ["at_once", "check_pair", "copy", "digests_of_both", "open_store"]
 
 KINDS = ("adk-sql",)
+T = TypeVar("T")
 
 
 @contextmanager
@@ -90,6 +92,8 @@ def copy(source: SessionStore, target: SessionStore, keys: Sequence[Key]) -> dic
     own. Raises Overtaken, and changes nothing, if the target's guard row is not this
     claim's; MixedPair, StoreBusy, CannotHold.
     """
+    # Each once: a key named twice would insert its session twice.
+    keys = list(dict.fromkeys(keys))
     if not keys:
         return {}
     if isinstance(source, postgres.PostgresStore) and isinstance(target, postgres.PostgresStore):
@@ -103,10 +107,14 @@ def digests_of_both(
     source: SessionStore, target: SessionStore, keys: Collection[Key]
 ) -> tuple[dict[Key, Digest], dict[Key, Digest]]:
     """Return the digests of these sessions on both sides, computed at the same time."""
-    with ThreadPoolExecutor(1) as other:
-        theirs = other.submit(target.digests, keys)
-        ours = source.digests(keys)
-        return ours, theirs.result()
+    return at_once(lambda: source.digests(keys), lambda: target.digests(keys))
+
+
+def at_once(ours: Callable[[], T], theirs: Callable[[], T]) -> tuple[T, T]:
+    """Ask both sides at the same time; two databases answer as fast as one."""
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(theirs)
+        return ours(), other.result()
 
 
 def _own_columns(target: Survey) -> set[str]:

@@ -168,8 +168,9 @@ class PostgresStore(PostgresGuard):
     def shared_page(self, after: str | None, limit: int) -> list[SharedRow]:
         """Return shared state, the app's row first (after None), then users, in order.
 
-        Every user with a session counts: one without a row is shown as '{}', which is
-        what the target is given, for append_event raises where the row is missing.
+        Every user with a session counts, and the app if it has one: what has no row is
+        shown as '{}', which is what the target is given, for append_event raises where the
+        row is missing.
         """
         if not self.has_tables:
             return []
@@ -186,8 +187,9 @@ class PostgresStore(PostgresGuard):
                 + users.format(distinct="", table="user_states")
                 + " UNION "
                 + users.format(distinct="DISTINCT", table="sessions")
-                + ") b ORDER BY user_id LIMIT %(limit)s) u LEFT JOIN {user_states} t"
-                " ON t.app_name = %(app)s AND t.user_id = u.user_id ORDER BY u.user_id",
+                + ") b ORDER BY user_id LIMIT %(limit)s) u"
+                + _USER_STATE.format(user="u.user_id")
+                + " ORDER BY u.user_id",
                 {"after": after, "limit": limit - len(rows)},
             )
         return rows + [SharedRow(*row) for row in found]
@@ -204,8 +206,8 @@ class PostgresStore(PostgresGuard):
             found = (
                 self.rows(
                     f"SELECT k.u, {_SHARED} FROM unnest(%(users)s::text[]) AS k (u)"
-                    " LEFT JOIN {user_states} t ON t.app_name = %(app)s AND t.user_id = k.u"
-                    " WHERE t.user_id IS NOT NULL OR EXISTS (SELECT 1 FROM {sessions} s"
+                    + _USER_STATE.format(user="k.u")
+                    + " WHERE t.user_id IS NOT NULL OR EXISTS (SELECT 1 FROM {sessions} s"
                     " WHERE s.app_name = %(app)s AND s.user_id = k.u)",
                     {"users": users},
                 )
@@ -408,6 +410,10 @@ class PostgresStore(PostgresGuard):
         self.run("CLOSE everything")
 
 
+_USER_STATE = (
+    " LEFT JOIN LATERAL (SELECT user_id, state FROM {{user_states}}"
+    " WHERE app_name = %(app)s AND user_id = {user} OFFSET 0) t ON true"
+)
 # State text and its digest; a missing row reads as '{{}}' (a template: braces are doubled).
 _SHARED_DIGEST = "encode(sha256(convert_to(coalesce(t.state::text, '{{}}'), 'UTF8')), 'hex')"
 _SHARED = f"coalesce(t.state::text, '{{{{}}}}'), {_SHARED_DIGEST}"

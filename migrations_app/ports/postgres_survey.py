@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from migrations_app.ports import schema
 from migrations_app.ports.base import Finding, Survey
-from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT
+from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT, WHOLE
 
 if TYPE_CHECKING:
     from migrations_app.ports.postgres import PostgresStore
@@ -109,7 +109,7 @@ def survey(store: PostgresStore) -> Survey:
     if schema_version:
         found += _rights(store)
         found += _index(store)
-        with store.transaction(SNAPSHOT):
+        with store.transaction(f"{SNAPSHOT}; {WHOLE}"):
             found += _rows(store)
             has_app_state = bool(store.rows("SELECT 1 FROM {app_states} WHERE app_name = %(app)s"))
         with store.transaction(f"{SNAPSHOT}; {BY_INDEX}"):

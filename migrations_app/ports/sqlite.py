@@ -319,8 +319,9 @@ class SqliteStore:
     def shared_page(self, after: str | None, limit: int) -> list[SharedRow]:
         """Return shared state, the app's row first (after None), then users, in order.
 
-        Every user with a session counts: one without a row is shown as '{}', which is
-        what the target is given, for append_event raises where the row is missing.
+        Every user with a session counts, and the app if it has one: what has no row is
+        shown as '{}', which is what the target is given, for append_event raises where the
+        row is missing.
         """
         if not self.has_tables:
             return []

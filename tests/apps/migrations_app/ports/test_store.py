@@ -342,6 +342,12 @@ def test_copying_nothing_asks_nothing(source: Place, target: Place) -> None:
         assert there.delete_shared([]) == 0
 
 
+def test_a_key_named_twice_is_copied_once(source: Place, target: Place) -> None:
+    with source.open() as here, target.open() as there:
+        assert set(copy(here, there, [S0, S0])) == {S0}
+        assert there.counts().events == 3
+
+
 def test_ids_of_one_session_may_recur_in_another(source: Place, target: Place) -> None:
     with source.connect() as agent:
         places.put_event(agent, ACME, *S1, "s0-e0", second=9)
@@ -387,6 +393,17 @@ def test_shared_pages_begin_with_the_app_and_walk_every_user(source: Place) -> N
     # The target is given what append_event needs.
     assert rows[4].state == "{}"
     assert asked == {row.user_id: row for row in rows}
+
+
+def test_an_emptied_tenant_has_no_shared_state(target: Place, source: Place) -> None:
+    with target.open() as store:
+        assert store.shared_page(None, 10) == []
+        assert store.shared([None, "u0"]) == {}
+        copy_all(source, target)
+        assert len(store.shared_page(None, 10)) == 3
+        store.delete(keys_of(store))
+        store.delete_shared([row.user_id for row in store.shared_page(None, 10)])
+        assert store.shared_page(None, 10) == []
 
 
 def test_a_missing_row_and_an_empty_one_are_equal(source: Place, target: Place) -> None:
