@@ -228,16 +228,17 @@ def instances(seen: Seen, *, now: datetime) -> Instances:
 
 
 def _missing(lines: Sequence[InstanceLine], version: int | None, now: datetime) -> str:
+    """Return who keeps the fence from closing, or would, with their last word."""
     said = []
+    if lapsed := [line.name for line in lines if line.state == "lapsed"]:
+        said.append(
+            f"{', '.join(lapsed)}: lease and longest turn are over; nothing more can be written"
+            " from there, so the fence does not wait for it."
+        )
     for line in lines:
-        last = clock(line.reported_at, now)
-        if line.state == "lapsed":
-            said.append(
-                f"{line.name}: lease and longest turn are over; it can't write, so it is not"
-                " waited for."
-            )
-        elif line.state == "missing" and version is not None:
+        if line.state == "missing" and version is not None:
+            last = clock(line.reported_at, now)
             said.append(f"{line.name} has not acknowledged; its last word came at {last}.")
-        elif line.state == "silent":
-            said.append(f"{line.name} is silent since {last}: a fence would wait for it.")
+    if silent := [line.name for line in lines if line.state == "silent"]:
+        said.append(f"{', '.join(silent)} said nothing for a while: a fence would wait.")
     return " ".join(said[:3])

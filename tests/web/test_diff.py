@@ -1,0 +1,104 @@
+"""Both sides of a mismatch, read from two real stores, for operators only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+
+import pytest
+from django.urls import reverse
+
+from migrations_app.domain.phases import Phase
+from migrations_app.models import Mismatch, TenantMigration
+from tests import make, scene
+from tests.stores import Raw
+from tests.web.conftest import People
+
+APP = "support.acme"
+
+
+@pytest.fixture
+def sides(new_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> tuple[Raw, Raw]:
+    """The same four sessions on both sides."""
+    found = []
+    for name in ("STORE_EU1_A", "STORE_EU1_B"):
+        raw = Raw(new_database())
+        monkeypatch.setenv(name, raw.url)
+        raw.make_tables(f"env:{name}", APP)
+        raw.seed(APP, sessions=4, users=2)
+        found.append(raw)
+    return found[0], found[1]
+
+
+@pytest.fixture
+def row(here: make.Cast, at: datetime) -> Mismatch:
+    move = scene.move(here, Phase.VERIFY, now=at)
+    made = scene.mismatches(move, now=at)[1]
+    made.user_id, made.session_id = "u-0", "s-0"
+    made.save()
+    return made
+
+
+def address(row: Mismatch) -> str:
+    return reverse("mismatch", args=[row.move_id, row.pk])
+
+
+def test_what_differs_stands_beside_each_other(
+    row: Mismatch, sides: tuple[Raw, Raw], people: People
+) -> None:
+    _, target = sides
+    target.run(
+        "UPDATE sessions SET state = ? WHERE app_name = ? AND id = ?",
+        '{"step": "CHANGED"}',
+        APP,
+        "s-0",
+    )
+    html = people.operator.get(address(row)).content.decode()
+    assert 'data-side="target"' in html
+    assert "CHANGED" in html
+
+
+def test_two_equal_sides_say_so(row: Mismatch, sides: tuple[Raw, Raw], people: People) -> None:
+    assert "Both sides are equal now." in people.operator.get(address(row)).content.decode()
+
+
+def test_a_session_that_one_side_lacks_is_named(
+    row: Mismatch, sides: tuple[Raw, Raw], people: People
+) -> None:
+    _, target = sides
+    target.run("DELETE FROM events WHERE session_id = ?", "s-0")
+    target.run("DELETE FROM sessions WHERE id = ?", "s-0")
+    assert "Only on the source" in people.operator.get(address(row)).content.decode()
+
+
+def test_shared_state_of_a_user_is_compared_too(
+    row: Mismatch, sides: tuple[Raw, Raw], people: People
+) -> None:
+    source, _ = sides
+    row.part, row.session_id = "user", ""
+    row.save()
+    source.run(
+        "UPDATE user_states SET state = ? WHERE app_name = ? AND user_id = ?",
+        '{"tier": "pro"}',
+        APP,
+        "u-0",
+    )
+    html = people.operator.get(address(row)).content.decode()
+    assert 'data-side="source"' in html
+    assert "pro" in html
+
+
+def test_a_store_that_does_not_answer_is_said(
+    row: Mismatch, people: People, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STORE_EU1_A", raising=False)
+    html = people.operator.get(address(row)).content.decode()
+    assert "Not read" in html
+
+
+def test_a_mismatch_of_another_move_is_not_found(
+    row: Mismatch, here: make.Cast, people: People, at: datetime
+) -> None:
+    other: TenantMigration = scene.move(here, Phase.BACKFILL, now=at, tenant=here.bolt)
+    answer = people.operator.get(reverse("mismatch", args=[other.pk, row.pk]))
+    assert answer.status_code == 404

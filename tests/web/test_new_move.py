@@ -1,0 +1,232 @@
+"""Starting a move: a tenant, where it goes, a look at both stores, then the move or the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+import pytest
+from django.urls import reverse
+
+from durable.clock import database_now
+from migrations_app.domain.phases import Phase
+from migrations_app.models import TenantMigration
+from tenants.models import AuditEntry
+from tests import make, scene
+from tests.stores import Raw
+from tests.web.conftest import HTMX, People
+
+NEW = "/moves/new/"
+FORM = {
+    "tenant": "acme",
+    "target_cell": "cell-eu1-b",
+    "target_store": "store-eu1-b",
+    "start_fence": "operator",
+    "fence_not_before": "",
+    "budget_seconds": "150",
+    "drain_bound_seconds": "60",
+    "soak_hours": "72",
+    "pace_per_second": "",
+    "offboard": "confirm",
+    "reason": "a store of its own",
+    "act": "start",
+}
+
+
+@pytest.fixture
+def stores(new_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> tuple[Raw, Raw]:
+    """Two real stores at the addresses of the cast's; the source holds ten sessions of acme."""
+    source, target = Raw(new_database()), Raw(new_database())
+    monkeypatch.setenv("STORE_EU1_A", source.url)
+    monkeypatch.setenv("STORE_EU1_B", target.url)
+    source.make_tables("env:STORE_EU1_A", "support.acme")
+    source.seed("support.acme", sessions=10, users=3)
+    return source, target
+
+
+def test_a_tenant_is_chosen_first(here: make.Cast, people: People) -> None:
+    html = people.operator.get(NEW).content.decode()
+    assert 'name="tenant"' in html
+    assert 'name="target_store"' not in html
+
+
+def test_slugs_are_suggested_while_a_name_is_typed(here: make.Cast, people: People) -> None:
+    html = people.operator.get("/options/tenants/", {"tenant": "BOL"}).content.decode()
+    assert html.strip() == '<option value="bolt"></option>'
+
+
+def test_an_unknown_tenant_is_named(here: make.Cast, people: People) -> None:
+    html = people.operator.get(NEW, {"tenant": "acne"}).content.decode()
+    assert "There is no tenant “acne”." in html
+
+
+def test_the_form_proposes_what_makes_sense(here: make.Cast, people: People) -> None:
+    html = people.operator.get(NEW, {"tenant": "acme"}).content.decode()
+    # Its own store is no target; the cell it is in is one.
+    assert '<option value="store-eu1-a"' not in html
+    assert '<option value="store-eu1-b"' in html
+    assert 'value="cell-eu1-a" selected' in html
+    for name, value in (
+        ("budget_seconds", "150"),
+        ("drain_bound_seconds", "60"),
+        ("soak_hours", "72"),
+    ):
+        assert f'name="{name}"' in html
+        assert f'value="{value}"' in html
+    assert "45s is stated" in html
+
+
+def test_a_link_may_propose_where_to(here: make.Cast, people: People) -> None:
+    given = {"tenant": "acme", "target_cell": "cell-eu1-b", "target_store": "store-eu1-b"}
+    html = people.operator.get(NEW, given).content.decode()
+    assert 'value="cell-eu1-b" selected' in html
+    assert 'value="store-eu1-b" selected' in html
+
+
+def test_a_move_starts_with_what_was_chosen(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    given = FORM | {
+        "start_fence": "fits",
+        "offboard": "automatic",
+        "soak_hours": "1.5",
+        "pace_per_second": "40",
+        "fence_not_before": "2031-03-12T03:30",
+    }
+    answer = people.operator.post(NEW, given)
+    move = TenantMigration.objects.get()
+    assert answer.status_code == 302, answer.content.decode()
+    assert answer["Location"] == reverse("move", args=[move.pk])
+    assert (move.tenant, move.target_cell, move.target_store) == (
+        here.acme,
+        here.other_cell,
+        here.other_store,
+    )
+    assert (move.phase, move.started_by, move.reason) == (
+        Phase.PREPARE,
+        "olga",
+        "a store of its own",
+    )
+    assert (move.automatic, move.offboard_automatically) == (True, True)
+    assert (move.soak_seconds, move.pace_per_second) == (5400, 40)
+    assert move.fence_not_before is not None
+    assert move.fence_not_before.isoformat() == "2031-03-12T03:30:00+00:00"
+    assert AuditEntry.objects.get(verb="move.start").reason == "a store of its own"
+
+
+def test_by_htmx_the_page_goes_to_the_move(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    answer = people.operator.post(NEW, FORM, headers=HTMX)
+    assert answer.status_code == 204
+    assert answer["HX-Redirect"] == reverse("move", args=[TenantMigration.objects.get().pk])
+
+
+def test_looking_shows_every_check_and_starts_nothing(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    answer = people.operator.post(NEW, FORM | {"act": "look", "reason": ""}, headers=HTMX)
+    html = answer.content.decode()
+    assert answer.status_code == 200
+    assert "10 sessions of 3 users" in html
+    assert "All green" in html
+    assert "<html" not in html
+    assert not TenantMigration.objects.exists()
+
+
+@pytest.mark.parametrize("headers", [HTMX, {}], ids=["htmx", "plain"])
+def test_a_store_that_cannot_be_opened_is_refused_with_the_reason(
+    headers: dict[str, str],
+    here: make.Cast,
+    people: People,
+    stores: tuple[Raw, Raw],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("STORE_EU1_B")
+    answer = people.operator.post(NEW, FORM, headers=headers)
+    html = answer.content.decode()
+    assert answer.status_code == 409
+    assert ("<html" in html) == (headers == {})
+    assert "Not started" in html
+    assert "store-eu1-b" in html
+    # What was typed is not lost.
+    assert 'value="a store of its own"' in html
+    assert not TenantMigration.objects.exists()
+
+
+def test_a_refusal_never_shows_an_address(
+    here: make.Cast,
+    people: People,
+    stores: tuple[Raw, Raw],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret = "postgresql://mover:s3cr3t@127.0.0.1:1/none"
+    monkeypatch.setenv("STORE_EU1_B", secret)
+    html = people.operator.post(NEW, FORM, headers=HTMX).content.decode()
+    assert "Not started" in html
+    assert "s3cr3t" not in html
+
+
+def test_a_target_that_holds_the_app_already_is_refused(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    _, target = stores
+    target.make_tables("env:STORE_EU1_B", "support.acme")
+    target.seed("support.acme", sessions=2, users=1)
+    answer = people.operator.post(NEW, FORM, headers=HTMX)
+    assert answer.status_code == 409
+    assert "it holds support.acme already (2 sessions)" in answer.content.decode()
+
+
+def test_a_tenant_that_is_moving_is_sent_to_its_move(
+    here: make.Cast, people: People, at: datetime
+) -> None:
+    move = scene.move(here, Phase.BACKFILL, now=at)
+    html = people.operator.get(NEW, {"tenant": "acme"}).content.decode()
+    assert reverse("move", args=[move.pk]) in html
+    assert "Moving already" in html
+    answer = people.operator.post(NEW, FORM, headers=HTMX)
+    assert answer.status_code == 409
+    assert "is moving already" in answer.content.decode()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("reason", "", "Say why, in a sentence"),
+        ("target_store", "", "Choose the store"),
+        ("target_store", "store-eu1-a'; --", "Choose the store"),
+        ("target_cell", "nowhere", "Choose a cell."),
+        ("budget_seconds", "long", "Enter a number of seconds, for example 150."),
+        ("budget_seconds", "inf", "Enter a number of seconds, for example 150."),
+        ("budget_seconds", "9000", "choose 1 to 3,600 seconds"),
+        ("drain_bound_seconds", "200", "up to the fence budget"),
+        ("soak_hours", "-1", "choose 0 seconds to 90 days"),
+        ("pace_per_second", "0", "choose 0.01 to 100,000"),
+        ("fence_not_before", "tonight", "Enter a date and a time"),
+        ("tenant", "nobody", "There is no tenant “nobody”."),
+    ],
+)
+def test_what_makes_no_sense_is_said_and_starts_nothing(
+    field: str, value: str, words: str, here: make.Cast, people: People
+) -> None:
+    answer = people.operator.post(NEW, FORM | {field: value}, headers=HTMX)
+    assert answer.status_code == 409
+    assert words in answer.content.decode()
+    assert not TenantMigration.objects.exists()
+
+
+def test_a_cell_whose_quota_is_only_assumed_says_so(
+    here: make.Cast, people: People, at: datetime
+) -> None:
+    make.cell("cell-eu1-c", region=here.region, now=at, verified=False)
+    html = people.operator.get(NEW, {"tenant": "acme"}).content.decode()
+    assert "cell-eu1-c (eu1, quota only assumed)" in html
+
+
+def test_times_are_read_as_utc(here: make.Cast, people: People, stores: tuple[Raw, Raw]) -> None:
+    soon = database_now() + timedelta(hours=2)
+    people.operator.post(NEW, FORM | {"fence_not_before": f"{soon:%Y-%m-%dT%H:%M}"})
+    found = TenantMigration.objects.get().fence_not_before
+    assert found is not None
+    assert abs((found - soon).total_seconds()) < 60

@@ -1,0 +1,211 @@
+"""What panels say at a moment that the test chooses: rates, times left, quotes, buttons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+import pytest
+
+from migrations_app import queries
+from migrations_app.domain.phases import Phase
+from migrations_app.models import TenantMigration
+from migrations_app.panels import fence, head, lists, overview, progress
+from migrations_app.panels.seen import Seen, seen
+from tests import make, scene
+
+Moving = Callable[..., TenantMigration]
+
+
+def read(move: TenantMigration) -> Seen:
+    found = seen(move.pk)
+    assert found is not None
+    return found
+
+
+def rows(move: TenantMigration, now: datetime) -> dict[str, str]:
+    return {row.label: row.value for row in progress.progress(read(move), now=now).rows}
+
+
+def test_rate_and_time_left_come_from_the_last_seconds(moving: Moving, at: datetime) -> None:
+    said = rows(moving(Phase.BACKFILL), at)
+    assert said["Rate, last 10s"] == "40.0 /s"
+    # (12,600 - 7,412) / 40 sessions/s
+    assert said["ETA at this rate"].endswith(", in 2m 09s")
+
+
+def test_a_copy_that_stands_still_has_no_rate(moving: Moving, at: datetime) -> None:
+    said = rows(moving(Phase.BACKFILL), at + timedelta(seconds=30))
+    assert said["Rate, last 10s"] == "–"
+    assert said["ETA at this rate"] == "–"
+
+
+def test_a_comparison_is_timed_since_its_phase_began(moving: Moving, at: datetime) -> None:
+    said = rows(moving(Phase.VERIFY, into=10.0), at)
+    assert said["Rate, this phase"] == "857 /s"
+    assert said["ETA at this rate"].endswith(", in 4s")
+
+
+def test_the_quote_stands_before_the_fence(moving: Moving, at: datetime) -> None:
+    move = moving(
+        Phase.BACKFILL,
+        stage="ready",
+        done=scene.SESSIONS,
+        passes=2,
+        pass_started_at=at - timedelta(seconds=9),
+        pass_ended_at=at,
+    )
+    panel = fence.fence(read(move), queries.fence_quote(move, now=at), now=at)
+    assert panel is not None
+    assert panel.state == "open"
+    assert panel.status.word == "Fits its budget"
+    assert panel.worst >= 60 > panel.expected
+    assert panel.expected == pytest.approx(sum(line.expected for line in panel.lines))
+
+
+def test_the_estimate_stands_beside_the_actual_while_it_runs(moving: Moving, at: datetime) -> None:
+    panel = fence.fence(read(moving(Phase.VERIFY, into=15.3)), None, now=at)
+    assert panel is not None
+    actual = {line.name: line.actual for line in panel.lines}
+    assert actual["Drain"] == pytest.approx(38.0)
+    assert actual["Delta"] == pytest.approx(23.1)
+    assert actual["Verify"] == pytest.approx(15.3)
+    assert actual["Publish"] is None
+    assert panel.reading == pytest.approx(76.4)
+    assert panel.deadline_seconds == pytest.approx(150 - 76.4)
+    assert [line.name for line in panel.lines if line.running] == ["Verify"]
+    assert sum(line.expected for line in panel.lines) == pytest.approx(panel.expected)
+
+
+def test_the_actual_stays_when_the_fence_has_opened(moving: Moving, at: datetime) -> None:
+    panel = fence.fence(read(moving(Phase.SOAK, into=3600)), None, now=at)
+    assert panel is not None
+    assert panel.state == "was"
+    assert panel.reading == pytest.approx(38.0 + 23.1 + 22.6 + 0.2)
+    assert panel.deadline_at is None
+
+
+def test_a_bar_never_leaves_its_box(moving: Moving, at: datetime) -> None:
+    late = at + timedelta(minutes=30)
+    panel = fence.fence(read(moving(Phase.VERIFY)), None, now=late)
+    assert panel is not None
+    last = panel.slices[-1]
+    assert last.x + last.width <= 100.1
+    assert panel.deadline_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("phase", "columns", "word"),
+    [
+        (Phase.PREPARE, {}, "Moving in PREPARE"),
+        (
+            Phase.PREPARE,
+            {"checks": [{"name": "n", "ok": False, "detail": "d"}]},
+            "Blocked in PREPARE",
+        ),
+        (Phase.BACKFILL, {}, "Moving in BACKFILL"),
+        (Phase.BACKFILL, {"failures": 1, "failure": "x"}, "Retrying in BACKFILL"),
+        (Phase.BACKFILL, {"failures": 3, "failure": "x"}, "Blocked in BACKFILL"),
+        (Phase.VERIFY, {"failures": 2, "failure": "x"}, "Blocked in VERIFY"),
+        (Phase.SOAK, {}, "Soaking in SOAK"),
+        (Phase.OFFBOARD, {}, "Deleting in OFFBOARD"),
+        (Phase.REOPEN, {}, "Aborting in REOPEN"),
+        (Phase.DONE, {}, "Done"),
+        (Phase.ABORTED, {}, "Aborted"),
+    ],
+)
+def test_the_title_says_how_worried_to_be(
+    phase: Phase, columns: dict[str, object], word: str, moving: Moving, at: datetime
+) -> None:
+    assert head.head(read(moving(phase, **columns)), now=at).tags[0].word == word
+
+
+def test_a_closed_fence_has_a_tag_of_its_own(moving: Moving, at: datetime) -> None:
+    tags = [tag.word for tag in head.head(read(moving(Phase.DELTA)), now=at).tags]
+    assert tags == ["Moving in DELTA", "Fence closed"]
+
+
+def test_a_pause_inside_the_fence_shows_both(moving: Moving, at: datetime) -> None:
+    move = moving(Phase.DELTA, pause_requested_at=at, pause_requested_by="olga")
+    assert [tag.word for tag in head.head(read(move), now=at).tags] == [
+        "Paused in DELTA",
+        "Fence closed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("phase", "enabled"),
+    [
+        (Phase.PREPARE, ["pause", "abort"]),
+        (Phase.BACKFILL, ["pause", "abort"]),
+        (Phase.DRAIN, ["hold_fence", "pause", "abort"]),
+        (Phase.VERIFY, ["hold_fence", "pause", "abort"]),
+        (Phase.TARGET, []),
+        (Phase.SOAK, ["confirm_offboard", "pause"]),
+        (Phase.OFFBOARD, []),
+        (Phase.REOPEN, []),
+        (Phase.DONE, []),
+        (Phase.ABORTED, []),
+    ],
+)
+def test_buttons_are_those_that_the_phase_takes(
+    phase: Phase, enabled: list[str], moving: Moving, at: datetime
+) -> None:
+    actions = head.head(read(moving(phase)), now=at).actions
+    assert [action.verb for action in actions if action.enabled] == enabled
+
+
+def test_a_disabled_button_says_why(moving: Moving, at: datetime) -> None:
+    for phase in (Phase.PREPARE, Phase.VERIFY, Phase.TARGET, Phase.SOAK, Phase.REOPEN):
+        move = moving(phase)
+        found = head.head(read(move), now=at)
+        # A pause needs no words: what can't be paused is over in a moment.
+        assert [
+            a.verb for a in found.actions if a.disabled and not a.why and a.verb != "pause"
+        ] in (
+            [],
+            ["hold_fence"] if phase == Phase.TARGET else [],
+        )
+        move.delete()
+
+
+def test_a_move_that_waits_for_somebody_offers_the_drain_first(
+    moving: Moving, at: datetime
+) -> None:
+    move = moving(Phase.BACKFILL, stage="ready", passes=2, pass_ended_at=at)
+    drain = head.head(read(move), now=at).actions[0]
+    assert (drain.verb, drain.enabled, drain.primary) == ("close_fence", True, True)
+
+
+def test_a_move_that_gave_up_is_news_until_its_tenant_moves_again(
+    here: make.Cast, at: datetime
+) -> None:
+    gone = scene.move(here, Phase.ABORTED, now=at)
+    told = [item.title for item in overview.attention(now=at)]
+    assert told == [f"{gone} acme aborted by itself"]
+    assert overview.attention(now=at + timedelta(days=1, seconds=1)) == []
+    scene.move(here, Phase.BACKFILL, now=at)
+    assert overview.attention(now=at) == []
+
+
+def test_an_abort_that_a_person_asked_for_is_no_news(here: make.Cast, at: datetime) -> None:
+    scene.move(here, Phase.ABORTED, now=at, abort_requested_at=at, abort_requested_by="olga")
+    assert overview.attention(now=at) == []
+
+
+def test_what_comes_next_is_soonest_first(here: make.Cast, at: datetime) -> None:
+    soaking = scene.move(here, Phase.SOAK, now=at, into=60)
+    waiting = scene.move(
+        here, Phase.BACKFILL, now=at, tenant=here.bolt, fence_not_before=at + timedelta(hours=1)
+    )
+    assert [item.move for item in overview.next_up(now=at)] == [waiting, soaking]
+
+
+def test_a_list_of_many_moves_takes_as_many_reads_as_one_of_few(
+    here: make.Cast, at: datetime, django_assert_max_num_queries: Callable[..., object]
+) -> None:
+    for index in range(30):
+        tenant = make.tenant(f"t-{index}", cell=here.cell, store=here.store, now=at)
+        scene.move(here, Phase.SOAK, now=at, tenant=tenant)
+    with django_assert_max_num_queries(4):
+        assert len(lists.live_moves(now=at)) == 30
