@@ -140,6 +140,7 @@ def survey(store: SqliteStore) -> Survey:
             Finding("rights", "this process's user may not write the file: grant it", 1, "", True)
         )
     if schema_version:
+        found += _index(store)
         params = {"app": store.app_name, "longest": schema.LONGEST_ID}
         for table, test, field, reason, example, blocks in _CHECKS:
             # A statement each and no transaction around them: long snapshots keep agents waiting.
@@ -171,6 +172,24 @@ def survey(store: SqliteStore) -> Survey:
     )
 
 
+def _index(store: SqliteStore) -> list[Finding]:
+    """Refuse events without an index by session: every stamp would read the whole table."""
+    for row in store.rows("PRAGMA index_list(events)"):
+        names = [column[2] for column in store.rows(f"PRAGMA index_info({_quote(row[1])})")]
+        if set(names[:3]) == {"app_name", "user_id", "session_id"}:
+            return []
+    return [
+        Finding(
+            "events",
+            "no index begins with app_name, user_id, session_id, so each chunk would read the whole"
+            " table: start google-adk's DatabaseSessionService on it once, which makes one",
+            1,
+            "",
+            True,
+        )
+    ]
+
+
 def _version(store: SqliteStore) -> str:
     version = None
     has_metadata = store.exists("adk_internal_metadata")
@@ -189,6 +208,10 @@ def _version(store: SqliteStore) -> str:
     return schema.check_version(
         columns, has_metadata=has_metadata, version=version, where=store.where
     )
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -370,6 +372,35 @@ def test_an_edit_between_surveying_and_deleting_leaves_the_session(
             somebody_waits(target)
             writer.commit()
             assert deleting.result() == [S2]
+
+
+def test_memory_does_not_grow_with_the_tenant(source: Place, target: Place) -> None:
+    """60 MB in one session: the worker's memory peaks where it does for three events."""
+    source.run(
+        "INSERT INTO events SELECT 'big' || n, ?, 'u0', 's0', 'i', '2026-01-01',"
+        " jsonb_build_object('text', repeat(md5(n::text), 6000)) FROM generate_series(1, 300) n",
+        ACME,
+    )
+    script = (
+        "import resource, sys\n"
+        "from migrations_app.ports import copy, digests_of_both, open_store\n"
+        "from migrations_app.ports.base import Key\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
+        "named = dict(app_name='support.acme', move=1, claim=1)\n"
+        "with (open_store('adk-sql', 'env:STORE_SOURCE', **named) as here,"
+        " open_store('adk-sql', 'env:STORE_TARGET', **named) as there):\n"
+        "    for name in ('s2', 's0'):\n"
+        "        copy(here, there, [Key('u0', name)])\n"
+        "        ours, theirs = digests_of_both(here, there, [Key('u0', name)])\n"
+        "        here.mark()\n"
+        "        print(len(ours) == len(theirs) == 1, peak())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    (fine, small), (also_fine, large) = (line.split() for line in done.stdout.splitlines())
+    assert (fine, also_fine) == ("True", "True")
+    assert int(large) - int(small) < 16
 
 
 def test_engine_connections_carry_the_claim_and_end_themselves(target: Place) -> None:

@@ -505,10 +505,9 @@ def limited(place: Place, right: str) -> Iterator[Place]:
             admin.execute("DROP ROLE limited")
 
 
-@postgresql_only
 def test_events_without_an_index_by_session_block(source: Place) -> None:
     source.run("DROP INDEX idx_events_app_user_session_ts_id")
-    assert "CREATE INDEX" in findings(source)["events", True].reason
+    assert "no index begins with" in findings(source)["events", True].reason
 
 
 # --- values that a target can't hold ---------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,21 @@ def copy_all(source: Place, target: Place) -> dict[Key, Copied]:
         copied = copy(here, there, keys_of(here))
         there.write_shared(here.shared_page(None, 1000))
     return copied
+
+
+def test_the_ports_need_neither_google_adk_nor_sqlalchemy() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, migrations_app.ports;"
+            "print([n for n in sys.modules if n.split('.')[0] in ('google', 'sqlalchemy')])",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
 
 
 # --- looking ---------------------------------------------------------------------------------
