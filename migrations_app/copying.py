@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -39,6 +38,10 @@ class Timer:
 
     def __init__(self, seconds: float = STEP_SECONDS) -> None:
         self.until = time.monotonic() + seconds
+
+    def stop(self) -> None:
+        """Let the step end after what it is doing."""
+        self.until = time.monotonic()
 
     @property
     def out(self) -> bool:
@@ -261,7 +264,7 @@ def copy(
     pair: Digests = ({}, {})
     if compare and copied:
         with meter.timing("compare", len(copied)):
-            pair = digests(source, target, list(copied))
+            pair = ports.digests_of_both(source, target, list(copied))
         meter.compared += len(copied)
         equal, differ = _verdicts(source, target, copied, pair)
     gone = [key for key in keys if key not in copied]
@@ -275,14 +278,6 @@ def copy(
 
 
 Digests = tuple[dict[Key, Digest], dict[Key, Digest]]
-
-
-def digests(source: SessionStore, target: SessionStore, keys: Collection[Key]) -> Digests:
-    """Return both sides' digests, computed at the same time."""
-    with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(target.digests, keys)
-        ours = source.digests(keys)
-        return ours, theirs.result()
 
 
 def _verdicts(
@@ -334,7 +329,7 @@ def compare(
 ) -> None:
     """Compare one chunk while the source is closed: what differs now is a mismatch."""
     with meter.timing("compare", len(keys)):
-        pair = digests(source, target, keys)
+        pair = ports.digests_of_both(source, target, keys)
     ours, theirs = pair
     meter.compared += len(keys)
     equal = [key for key in keys if same(ours.get(key), theirs.get(key))]
@@ -434,8 +429,11 @@ def remove_gone(
     """Delete on the target what was deleted at the source since its copy.
 
     A delete leaves no trace at the source, so every noted key is looked up there, page by
-    page of our own list (cursor_session holds the last id).
+    page of our own list (cursor_session holds the last id). Where that list is as long as the
+    sweep before counted sessions, nothing is gone: each of those is on it.
     """
+    if not move.cursor_session and move.stamps.count() == move.done:
+        return Swept(Key("", ""), 0, finished=True)
     last = int(move.cursor_session or 0)
     passed = 0
     while True:

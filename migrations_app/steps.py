@@ -10,13 +10,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from durable.driver import Clock, Machine, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
-from migrations_app import copying, queries, services
+from migrations_app import copying, ports, queries, services
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.phases import (
     ENDED,
@@ -181,9 +182,7 @@ def backfill(move: TenantMigration, clock: Clock) -> Outcome:
         target.take(mover=True, agents=False)
         copying.repair(move, source, target, meter=meter, clock=clock)
         if move.stage == "copy":
-            outcome = _copy_sweep(
-                move, source, target, meter, timer, clock, then="gone", compare=True
-            )
+            outcome = _copy_sweep(move, source, target, meter, timer, clock)
         elif move.stage == "gone":
             swept = copying.remove_gone(move, source, target, meter=meter, timer=timer)
             outcome = _swept(move, meter, swept, then="shared")
@@ -240,25 +239,41 @@ def _copy_sweep(
     meter: Meter,
     timer: Timer,
     clock: Clock,
-    *,
-    then: str,
-    compare: bool,
 ) -> Wait:
-    """Copy what differs from its recorded stamp, one chunk after another."""
-    paced = compare and move.pace_per_second is not None
-    chunk = copying.chunk_size(move)
-    if paced and move.pace_per_second:
-        # One second's worth at a time keeps the store's load even.
-        chunk = max(1, min(chunk, int(move.pace_per_second)))
+    """Copy, while the tenant is live, what differs from its recorded stamp, at the chosen pace."""
     began = time.monotonic()
+    swept = _copy_changed(move, source, target, meter, timer, clock, compare=True)
+    outcome = _swept(move, meter, swept, then="gone")
+    if move.pace_per_second is None or not meter.changed:
+        return outcome
+    rest = meter.changed / move.pace_per_second - (time.monotonic() - began)
+    return Wait(max(rest, 0.0), outcome.note, outcome.changes)
+
+
+def _copy_changed(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    meter: Meter,
+    timer: Timer,
+    clock: Clock,
+    *,
+    compare: bool,
+) -> copying.Swept:
+    """Sweep the source and copy what differs from its recorded stamp, chunk after chunk."""
+    pace = move.pace_per_second if compare else None
+    chunk = copying.chunk_size(move)
+    if pace is not None:
+        # One second's worth, then a rest: that keeps the store's load even.
+        chunk = max(1, min(chunk, int(pace)))
 
     def work(keys: Sequence[Key]) -> None:
         meter.changed += len(keys)
         copying.copy(move, source, target, keys, meter=meter, clock=clock, compare=compare)
-        if paced:
-            timer.until = time.monotonic()
+        if pace is not None:
+            timer.stop()
 
-    swept = copying.sweep(
+    return copying.sweep(
         move,
         source,
         meter=meter,
@@ -267,20 +282,22 @@ def _copy_sweep(
         needs=lambda page: copying.changed_keys(move, page),
         work=work,
     )
-    outcome = _swept(move, meter, swept, then=then)
-    if paced and meter.changed and move.pace_per_second:
-        rest = meter.changed / move.pace_per_second - (time.monotonic() - began)
-        return Wait(max(rest, 0.0), outcome.note, outcome.changes)
-    return outcome
 
 
 def _swept(move: TenantMigration, meter: Meter, swept: copying.Swept, *, then: str) -> Wait:
     """Settle how far a sweep came; on its end the next stage begins."""
     changes = meter.changes(move)
-    changes["done"] = move.done + swept.passed
+    if move.stage not in ("gone", "shared"):
+        # Progress is in sessions; the sweeps behind the sessions' own are short.
+        changes["done"] = move.done + swept.passed
     if swept.finished:
         return Wait(changes=changes | _stage(then))
     return Wait(changes=changes | _stage(move.stage, swept.cursor))
+
+
+def _sweeping(move: TenantMigration, stage: str) -> dict[str, Any]:
+    """Return the columns with which a sweep over every session begins."""
+    return {"done": 0, "todo": move.sessions, **_stage(stage)}
 
 
 def _stage(stage: str, at: Key = START) -> dict[str, Any]:
@@ -366,7 +383,13 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
     return Go(
         Phase.DELTA,
         "Drained, the source's store is closed",
-        {"store_closed_at": closed_at, "mark": mark, "changed": 0, **_stage("")},
+        {
+            "store_closed_at": closed_at,
+            "mark": mark,
+            "changed": 0,
+            "waiting_for": "",
+            **_sweeping(move, "copy"),
+        },
     )
 
 
@@ -442,82 +465,112 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
     """Copy what changed, remove what was deleted, settle shared state. Nobody writes meanwhile."""
     if late := _past(move, clock):
         return late
-    if move.stage == "":
-        return Wait(changes={"done": 0, "todo": move.sessions, "waiting_for": "", **_stage("copy")})
-    meter, timer = Meter(), Timer()
+    timer = Timer()
     with copying.both(move) as (source, target):
         target.take(mover=True, agents=False)
-        if move.stage == "copy":
-            return _copy_sweep(
-                move, source, target, meter, timer, clock, then="gone", compare=False
+
+        def work(stage: str, meter: Meter) -> copying.Swept:
+            if stage == "copy":
+                return _copy_changed(move, source, target, meter, timer, clock, compare=False)
+            if stage == "gone":
+                return copying.remove_gone(move, source, target, meter=meter, timer=timer)
+            return copying.settle_shared(
+                move, source, target, meter=meter, timer=timer, write=True, clock=clock
             )
-        if move.stage == "gone":
-            swept = copying.remove_gone(move, source, target, meter=meter, timer=timer)
-            return _swept(move, meter, swept, then="shared")
-        swept = copying.settle_shared(
-            move, source, target, meter=meter, timer=timer, write=True, clock=clock
-        )
-    settled = _swept(move, meter, swept, then="")
-    if not swept.finished:
-        return settled
-    return Go(Phase.VERIFY, f"{move.changed:,} sessions copied again", settled.changes)
+
+        changes, finished = _stages(move, timer, ("copy", "gone", "shared"), work)
+    if not finished:
+        return Wait(changes=changes)
+    changes |= _sweeping(move, "sessions")
+    return Go(Phase.VERIFY, f"{move.changed:,} sessions copied again", changes)
 
 
 def verify(move: TenantMigration, clock: Clock) -> Outcome:
     """Every session must be equal, then the counts, then the source's mark."""
     if late := _past(move, clock):
         return late
-    if move.stage == "":
-        return Wait(changes={"done": 0, "todo": move.sessions, **_stage("sessions")})
-    if move.stage == "end":
-        return _verdict(move, clock)
-    meter, timer = Meter(), Timer()
+    timer = Timer()
     with copying.both(move) as (source, target):
         target.take(mover=True, agents=False)
-        if move.stage == "sessions":
-            swept = copying.sweep(
-                move,
-                source,
-                meter=meter,
-                timer=timer,
-                chunk=copying.CHUNK_MOST,
-                needs=lambda page: copying.unproven_keys(move, target, page),
-                work=lambda keys: copying.compare(
-                    move, source, target, keys, meter=meter, clock=clock
-                ),
-            )
-            return _swept(move, meter, swept, then="shared")
-        swept = copying.settle_shared(
-            move, source, target, meter=meter, timer=timer, write=False, clock=clock
-        )
-        return _swept(move, meter, swept, then="end")
+        changes: dict[str, Any] = {}
+        if move.stage != "end":
 
-
-def _verdict(move: TenantMigration, clock: Clock) -> Outcome:
-    """Everything was compared: repair what is asked for, count, and look at the mark last."""
-    with copying.both(move) as (source, target):
-        meter = Meter()
-        target.take(mover=True, agents=False)
-        if copying.repair(move, source, target, meter=meter, clock=clock):
-            return Wait(note="Repaired what was asked for", changes=meter.changes(move))
-        if count := queries.open_mismatches(move):
-            return _waiting(move, f"{count:,} mismatches to be repaired", seconds=0.5)
-        ours, theirs = source.counts(), target.counts()
-        if ours != theirs:
-            _report_extra(move, source, target, clock)
-            if not queries.open_mismatches(move):
-                raise CountsDiffer(
-                    f"{move.source_store} counts {ours.sessions:,} sessions,"
-                    f" {ours.events:,} events; {move.target_store} {theirs.sessions:,},"
-                    f" {theirs.events:,}, although every session is equal."
+            def work(stage: str, meter: Meter) -> copying.Swept:
+                if stage == "sessions":
+                    return copying.sweep(
+                        move,
+                        source,
+                        meter=meter,
+                        timer=timer,
+                        chunk=copying.CHUNK_MOST,
+                        needs=lambda page: copying.unproven_keys(move, target, page),
+                        work=lambda keys: copying.compare(
+                            move, source, target, keys, meter=meter, clock=clock
+                        ),
+                    )
+                return copying.settle_shared(
+                    move, source, target, meter=meter, timer=timer, write=False, clock=clock
                 )
-            return Wait(note="The target holds sessions that the source does not")
-        # Last: a writer that got past everything else shows here.
-        if source.mark() != move.mark:
-            return Go(
-                Phase.REOPEN,
-                "The source changed after it was closed (a fence leak): nothing was cut over",
+
+            changes, finished = _stages(move, timer, ("sessions", "shared"), work)
+            if not finished:
+                return Wait(changes=changes)
+            changes |= _stage("end")
+        verdict = _verdict(move, source, target, clock)
+    return replace(verdict, changes={**changes, **verdict.changes})
+
+
+def _stages(
+    move: TenantMigration,
+    timer: Timer,
+    stages: Sequence[str],
+    work: Callable[[str, Meter], copying.Swept],
+) -> tuple[dict[str, Any], bool]:
+    """Run stages from the move's own on until the time is up or the last is through.
+
+    Returns the columns to settle, and whether all are through. A fence waits for each step's
+    claim, connections and settling, so its stages share steps.
+    """
+    changes: dict[str, Any] = {}
+    while True:
+        meter = Meter()
+        swept = work(move.stage, meter)
+        last = move.stage == stages[-1]
+        then = move.stage if last else stages[stages.index(move.stage) + 1]
+        changes |= _swept(move, meter, swept, then=then).changes
+        for name, value in changes.items():
+            setattr(move, name, value)
+        if swept.finished and last:
+            return changes, True
+        if timer.out or not swept.finished:
+            return changes, False
+
+
+def _verdict(
+    move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
+) -> Outcome:
+    """Everything was compared: repair what is asked for, count, and look at the mark last."""
+    meter = Meter()
+    if copying.repair(move, source, target, meter=meter, clock=clock):
+        return Wait(note="Repaired what was asked for", changes=meter.changes(move))
+    if count := queries.open_mismatches(move):
+        return _waiting(move, f"{count:,} mismatches to be repaired", seconds=0.5)
+    ours, theirs = ports.at_once(source.counts, target.counts)
+    if ours != theirs:
+        _report_extra(move, source, target, clock)
+        if not queries.open_mismatches(move):
+            raise CountsDiffer(
+                f"{move.source_store} counts {ours.sessions:,} sessions,"
+                f" {ours.events:,} events; {move.target_store} {theirs.sessions:,},"
+                f" {theirs.events:,}, although every session is equal."
             )
+        return Wait(note="The target holds sessions that the source does not")
+    # Last: a writer that got past everything else shows here.
+    if source.mark() != move.mark:
+        return Go(
+            Phase.REOPEN,
+            "The source changed after it was closed (a fence leak): nothing was cut over",
+        )
     return Go(
         Phase.TARGET,
         f"{ours.sessions:,} sessions, {ours.events:,} events equal on both sides",
@@ -610,7 +663,7 @@ def reopen(move: TenantMigration, clock: Clock) -> Outcome:
     if move.stage != "clean":
         # First the store: a runtime that is told to accept must find it open.
         with copying.opened(move, move.source_store) as source:
-            if (guard := source.guard()) is not None and guard.move == move.pk:
+            if _guards(move, source, str(move.source_store)):
                 source.take(mover=False, agents=True)
         now = clock()
         with holding(move) as row:
@@ -627,13 +680,31 @@ def reopen(move: TenantMigration, clock: Clock) -> Outcome:
             {"ended_at": clock()},
         )
     with copying.opened(move, move.target_store) as store:
-        guard = store.guard()
-        if guard is not None and guard.move == move.pk:
+        if _guards(move, store, str(move.target_store)):
             store.take(mover=True, agents=False)
             if not copying.delete_copied(move, store, timer=Timer()):
                 return Wait(changes={"done": move.done})
             store.take(mover=False, agents=False)
     return Go(Phase.ABORTED, f"Nothing is left on {move.target_store}", {"ended_at": clock()})
+
+
+class GuardLost(Refused):
+    """A store's guard row, which this move made, is not there."""
+
+
+def _guards(move: TenantMigration, store: SessionStore, name: str) -> bool:
+    """Return whether the store's guard row is this move's, so that there is something to undo.
+
+    A store that answers and has lost the row (a file that is away, a database restored) is
+    not taken for one that needs no opening: it may come back closed.
+    """
+    guard = store.guard()
+    if guard is None and move.guarded and move.leave_requested_at is None:
+        raise GuardLost(
+            f"{name} has lost its guard row, so {move} can't undo there what it did. Bring the"
+            " store back as it was, or end the move with leftovers."
+        )
+    return guard is not None and guard.move == move.pk
 
 
 def _while_paused(move: TenantMigration, clock: Clock) -> Outcome:
