@@ -162,15 +162,24 @@ def test_a_role_without_rights_on_the_guard_writes_while_it_is_open(live: Place,
             agent.execute("SELECT * FROM switchyard_guard")
 
 
-def test_a_table_of_the_same_name_does_not_fool_the_trigger(live: Place, role: str) -> None:
+def test_a_callers_search_path_does_not_fool_the_trigger(live: Place, role: str) -> None:
     close(live)
-    with psycopg.connect(live.url, user=role, autocommit=True) as agent:
-        agent.execute(
-            "CREATE TEMP TABLE switchyard_guard (app_name text, agents boolean);"
-            "INSERT INTO switchyard_guard VALUES ('support.acme', true)"
+    with live.connect() as admin:
+        admin.execute(
+            "CREATE SCHEMA mine; GRANT USAGE ON SCHEMA mine TO PUBLIC;"
+            "CREATE FUNCTION mine.never(varchar, varchar) RETURNS bool LANGUAGE sql"
+            " AS 'SELECT false';"
+            "CREATE OPERATOR mine.= (LEFTARG = varchar, RIGHTARG = varchar, FUNCTION = mine.never)"
         )
-        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
-            places.put_event(agent, ACME, *S0, "late", second=31)
+        try:
+            with psycopg.connect(live.url, user=role, autocommit=True) as agent:
+                agent.execute("SET search_path = mine, pg_catalog, public")
+                with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+                    agent.execute(
+                        "INSERT INTO user_states VALUES ('support.acme', 'u9', '{}', now())"
+                    )
+        finally:
+            admin.execute("DROP SCHEMA mine CASCADE")
 
 
 def test_a_backend_stuck_in_copy_is_ended_by_the_next_claim(source: Place, target: Place) -> None:

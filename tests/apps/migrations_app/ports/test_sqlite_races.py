@@ -206,6 +206,19 @@ def test_a_long_copy_lets_live_turns_through(live: Place, target: Place) -> None
     assert len(waits) > 3
 
 
+def test_a_copy_keeps_no_agent_of_a_wal_source_waiting(live: Place, target: Place) -> None:
+    live.run("PRAGMA journal_mode = wal")
+    with target.open() as there, live.connect() as agent:
+        assert isinstance(there, sqlite.SqliteStore)
+        agent.execute("PRAGMA busy_timeout = 0")
+        there.connection.execute("ATTACH ? AS source", (f"file:{live.path}",))
+        with there.choosing([S0]), there.writing():
+            assert set(there.read_stamps("source")) == {S0}
+            places.put_event(agent, ACME, *S0, "meanwhile", second=30)
+            # One snapshot for the whole bite.
+            assert there.read_stamps("source")[S0].split("/")[1] == "3"
+
+
 def test_memory_does_not_grow_with_the_tenant(live: Place, target: Place) -> None:
     big_tenant(live, sessions=2, events=200, size=50_000)
     with live.open() as here, target.open() as there:

@@ -241,6 +241,13 @@ def test_a_digest_tells_null_from_json_null(source: Place) -> None:
         assert store.digests([S0])[S0].events != before.events
 
 
+def test_a_digest_does_not_hang_on_how_rows_are_found(source: Place) -> None:
+    with source.open() as store:
+        before = store.digests([S0, S1])
+        source.run("DROP INDEX idx_events_app_user_session_ts_id")
+        assert store.digests([S0, S1]) == before
+
+
 def test_digests_name_only_sessions_that_exist(source: Place) -> None:
     with source.open() as store:
         assert set(store.digests([S0, Key("u0", "gone")])) == {S0}
