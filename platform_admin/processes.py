@@ -145,8 +145,11 @@ class Supervisor:
                 child.popen.send_signal(signal.SIGTERM)
         limit = time.monotonic() + STOP_SECONDS
         for child in children:
-            while _dead(child.popen) is None and time.monotonic() < limit:
-                time.sleep(0.02)
+            try:
+                while _dead(child.popen) is None and time.monotonic() < limit:
+                    time.sleep(0.02)
+            except KeyboardInterrupt:
+                limit = 0.0  # Ctrl-C again: somebody does not want to wait.
             _kill_group(child.popen)
             child.popen.wait()
             del self._children[child.process.name]
