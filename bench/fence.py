@@ -8,13 +8,12 @@ drops its own databases on that server.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -105,7 +104,7 @@ class Tenant:
             users=max(1, self.sessions * rows.USERS // rows.SESSIONS),
         )
         tenant, cells, stores = self._onboard()
-        with joined(cells["source"], stores) as here, joined(cells["target"], stores) as there:
+        with Runtimes(cells, stores) as runtimes:
             move = services.start(
                 tenant,
                 target_cell=cells["target"],
@@ -118,7 +117,6 @@ class Tenant:
                 offboard_automatically=False,
             )
             machine = steps.machine(lambda pk, phase, seconds: None)
-            door = Door(there.fence, self.slug)
             while move.phase != Phase.SOAK:
                 stage, phase = move.stage, move.phase
                 began = time.perf_counter()
@@ -132,14 +130,13 @@ class Tenant:
                     self.phases[phase.upper()] = self.phases.get(phase.upper(), 0.0) + spent
                 if move.stage == "ready" and stage != "ready" and touched and not self.touched:
                     self._touch(touched)
-                    for user, session in self.touched:
-                        here.usage.served(self.slug, user, session)
+                    runtimes.served(self.slug, self.touched)
                     self._until_reported(move)
                 if phase == Phase.BACKFILL and move.phase == Phase.DRAIN:
-                    door.start()
+                    runtimes.knock(self.slug)
                 if move.ended_at is not None:
                     raise SystemExit(f"the move was aborted: {move.events.first().note}")
-            accepted = door.opened_at(move.fence_closed_at)
+            accepted = runtimes.opened_at() - move.fence_closed_at.timestamp()
         return move, accepted
 
     def _onboard(self) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
@@ -210,40 +207,44 @@ class Tenant:
             time.sleep(0.05)
 
 
-class Door(threading.Thread):
-    """Knocks at the target's fence until a turn is let in."""
+class Runtimes:
+    """A process with a policy client in each cell, as agents would run them: not in ours.
 
-    def __init__(self, fence: Any, tenant: str) -> None:
-        super().__init__(daemon=True)
-        self.fence, self.tenant = fence, tenant
-        self.opened: float | None = None
+    Beside the mover, in its process, their polls would take the interpreter's lock from it.
+    """
 
-    def run(self) -> None:
-        from agent_runtime import RetryLater
+    def __init__(self, cells: Mapping[str, Any], stores: Mapping[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        places = {side: (cell.slug, _token(cell)) for side, cell in cells.items()}
+        keys = [store.key for store in stores.values()]
+        self.process = context.Process(target=_serve, args=(theirs, places, keys), daemon=True)
 
-        until = time.monotonic() + 600
-        while time.monotonic() < until:
-            try:
-                with self.fence.enter(self.tenant):
-                    self.opened = time.time()
-                    return
-            except RetryLater:
-                time.sleep(0.01)
+    def __enter__(self) -> Runtimes:
+        self.process.start()
+        return self
 
-    def opened_at(self, closed_at: Any) -> float:
-        """Return seconds from closing to the first accepted turn; one machine, one clock."""
-        self.join(NOBODY)
-        if self.opened is None:
+    def __exit__(self, *error: object) -> None:
+        self.pipe.send(None)
+        self.process.join(NOBODY)
+        self.process.terminate()
+
+    def served(self, tenant: str, keys: Sequence[tuple[str, str]]) -> None:
+        """Report these sessions as served, from the source's cell."""
+        self.pipe.send(("served", tenant, keys))
+
+    def knock(self, tenant: str) -> None:
+        """Knock at the target's fence from now on."""
+        self.pipe.send(("knock", tenant, ()))
+
+    def opened_at(self) -> float:
+        """Return when the target let a turn in, on this machine's clock."""
+        if not self.pipe.poll(NOBODY):
             raise SystemExit("the target never accepted a turn")
-        return self.opened - float(closed_at.timestamp())
+        return float(self.pipe.recv())
 
 
-@contextmanager
-def joined(cell: Any, stores: Mapping[str, Any]) -> Iterator[Any]:
-    """Keep a real policy client joined to the cell; it talks to the API without a socket."""
-    from django.test import Client
-
-    from agent_runtime import PolicyClient
+def _token(cell: Any) -> str:
     from durable.clock import database_now
     from tenants import services
     from tenants.domain.roles import TokenRole
@@ -257,35 +258,59 @@ def joined(cell: Any, stores: Mapping[str, Any]) -> Iterator[Any]:
         by="bench",
         now=now,
     )
-    django = Client(raise_request_exception=False, SERVER_NAME="localhost")
+    return secret
+
+
+def _serve(pipe: Any, places: Mapping[str, tuple[str, str]], stores: Sequence[str]) -> None:
+    """Run the clients until told to end; they talk to the API without a socket."""
+    import django
+
+    django.setup()
+    from django.test import Client
+
+    from agent_runtime import PolicyClient, RetryLater
+
+    http = Client(raise_request_exception=False, SERVER_NAME="localhost")
 
     def transport(
         method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
-        answer = django.generic(
-            method,
-            path,
-            body or b"",
-            content_type="application/json",
-            headers=dict(headers),
+        answer = http.generic(
+            method, path, body or b"", content_type="application/json", headers=dict(headers)
         )
         return answer.status_code, dict(answer.items()), answer.content
 
-    client = PolicyClient(
-        "http://bench",
-        secret,
-        cell=cell.slug,
-        name=f"{cell}-1",
-        build="bench",
-        stores=[store.key for store in stores.values()],
-        longest_turn_seconds=30,
-        longest_tool_seconds=5,
-        transport=transport,
-    )
-    client.start()
-    try:
-        yield client
-    finally:
+    clients = {
+        side: PolicyClient(
+            "http://bench",
+            secret,
+            cell=cell,
+            name=f"{cell}-1",
+            build="bench",
+            stores=stores,
+            longest_turn_seconds=30,
+            longest_tool_seconds=5,
+            transport=transport,
+        )
+        for side, (cell, secret) in places.items()
+    }
+    for client in clients.values():
+        client.start()
+    while (order := pipe.recv()) is not None:
+        what, tenant, keys = order
+        if what == "served":
+            for user, session in keys:
+                clients["source"].usage.served(tenant, user, session)
+            continue
+        until = time.monotonic() + NOBODY
+        while time.monotonic() < until:
+            try:
+                with clients["target"].fence.enter(tenant):
+                    pipe.send(time.time())
+                    break
+            except RetryLater:
+                time.sleep(0.01)
+    for client in clients.values():
         client.stop()
 
 
