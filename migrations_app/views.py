@@ -62,9 +62,12 @@ PANELS: dict[str, Read] = {
 }
 
 
-def _version(panel: Any) -> str:
-    """Return a short tag of what a panel shows: equal tags mean that nothing visible changed."""
-    return f"{zlib.crc32(repr(panel).encode()):08x}"
+def _version(seen: Seen, panel: Any) -> str:
+    """Return a short tag of what a panel shows: equal tags mean that nothing visible changed.
+
+    How often it is polled is part of it, or a panel without news would be polled after the end.
+    """
+    return f"{zlib.crc32(repr((seen.every, panel)).encode()):08x}"
 
 
 def _panel(request: HttpRequest, pk: int, name: str, **more: Any) -> HttpResponse:
@@ -73,7 +76,7 @@ def _panel(request: HttpRequest, pk: int, name: str, **more: Any) -> HttpRespons
     return fragment(
         request,
         f"migrations_app/_{name}.html",
-        version=_version(panel),
+        version=_version(seen, panel),
         now=now,
         read=lambda: {"seen": seen, "move": seen.move, "panel": panel, **more},
         status=409 if more.get("refused") else 200,
@@ -88,7 +91,7 @@ def _page(request: HttpRequest, seen: Seen, *, refused: str = "") -> HttpRespons
         "seen": seen,
         "move": seen.move,
         "panels": found,
-        "versions": {name: _version(panel) for name, panel in found.items()},
+        "versions": {name: _version(seen, panel) for name, panel in found.items()},
         "again": seen.move.passes > 1,
         "changed_in_words": rows.changed_in_words(seen),
         "refused": refused,

@@ -51,6 +51,19 @@ def test_a_panel_of_an_ended_move_has_no_trigger(name: str, moving: Moving, peop
     assert "hx-trigger" not in html
 
 
+def test_a_panel_without_news_is_drawn_once_more_when_the_move_ends(
+    moving: Moving, people: People
+) -> None:
+    """Else it would go on answering 204, and be polled for ever."""
+    move = moving(Phase.OFFBOARD)
+    page = people.viewer.get(address("move", move)).content.decode()
+    TenantMigration.objects.update(phase=Phase.DONE, due_at=None, ended_at=move.started_at)
+    for name in STILL:
+        answer = people.viewer.get(polled(page, address(name, move)), headers=HTMX)
+        assert answer.status_code == 200
+        assert "hx-trigger" not in answer.content.decode()
+
+
 def test_the_log_is_drawn_anew_with_its_next_line(moving: Moving, people: People) -> None:
     move = moving(Phase.VERIFY)
     page = people.viewer.get(address("move", move)).content.decode()
