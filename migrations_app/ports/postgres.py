@@ -152,8 +152,9 @@ class PostgresStore(PostgresGuard):
                 sql.SQL("{}::text").format(sql.Identifier("e", name)) for name in own
             )
             events = self.run(
-                f"SELECT {{columns}} FROM {_SESSIONS_OF_KEYS} JOIN {{events}} e"
-                f" ON {_EVENTS_OF_SESSION} ORDER BY e.timestamp, e.id",
+                f"SELECT {{columns}} FROM {_SESSIONS_OF_KEYS} CROSS JOIN LATERAL (SELECT * FROM"
+                f" {{events}} e WHERE {_EVENTS_OF_SESSION} OFFSET 0) e"
+                " ORDER BY e.timestamp, e.id",
                 key_params([key]),
                 columns=columns,
             ).fetchall()
@@ -274,13 +275,14 @@ class PostgresStore(PostgresGuard):
         self.connection.execute(BY_INDEX)
         gone = 0
         for table, name in (("events", "session_id"), ("sessions", "id")):
-            # By ctid, which the fenced lookup finds by index; the key again, since partitions of a
-            # table each have their own ctids.
+            # Joined by ctid alone, which the fenced lookup finds by index. Were the keys compared
+            # once more, the planner would take that comparison and read the whole tenant.
+            # Partitions of a table each have their own ctids, hence tableoid.
             gone = self.run(
-                f"DELETE FROM {{{table}}} d USING (SELECT k.u, k.i, r.at FROM {_KEYS} CROSS JOIN"
-                f" LATERAL (SELECT ctid AS at FROM {{{table}}} WHERE app_name = %(app)s"
-                f" AND user_id = k.u AND {name} = k.i OFFSET 0) r) f WHERE d.ctid = f.at"
-                f" AND d.app_name = %(app)s AND d.user_id = f.u AND d.{name} = f.i",
+                f"DELETE FROM {{{table}}} d USING (SELECT r.part, r.at FROM {_KEYS} CROSS JOIN"
+                f" LATERAL (SELECT tableoid AS part, ctid AS at FROM {{{table}}}"
+                f" WHERE app_name = %(app)s AND user_id = k.u AND {name} = k.i OFFSET 0) r"
+                " OFFSET 0) f WHERE d.ctid = f.at AND d.tableoid = f.part",
                 key_params(keys),
             ).rowcount
         return gone

@@ -183,8 +183,10 @@ class PostgresGuard(PostgresLink):
     def adopt(self, found: Guard | None, *, mover: bool, agents: bool) -> None:
         """Make the guard row this move's, if it is still what the survey `found`.
 
-        May be repeated under the same move. Raises GuardTaken if somebody else was
-        first, Overtaken if a later claim of this move was, StoreBusy.
+        May be repeated under the same move. The row's (move, claim) only ever rises: a worker
+        that surveyed, slept through the whole move and woke would else find its own move's
+        row, match it, close the tenant's new home and clear it (tried). Raises GuardTaken if
+        somebody else was first, Overtaken if a later claim or move was, StoreBusy.
         """
         self._end_lower_claims()
         if found is not None and found.move != self.move:
@@ -196,7 +198,7 @@ class PostgresGuard(PostgresLink):
             done = self.run(
                 "UPDATE {guard} SET move = %(move)s, claim = %(claim)s, mover = %(mover)s,"
                 " agents = %(agents)s WHERE app_name = %(app)s"
-                " AND ((move = %(old_move)s AND claim = %(old_claim)s)"
+                " AND ((move = %(old_move)s AND claim = %(old_claim)s AND move < %(move)s)"
                 " OR (move = %(move)s AND claim <= %(claim)s))",
                 {
                     "mover": mover,

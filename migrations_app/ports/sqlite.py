@@ -427,15 +427,17 @@ class SqliteStore:
     def adopt(self, found: Guard | None, *, mover: bool, agents: bool) -> None:
         """Make the guard row this move's, if it is still what the survey `found`.
 
-        May be repeated under the same move. Raises GuardTaken if somebody else was
-        first, Overtaken if a later claim of this move was, StoreBusy.
+        May be repeated under the same move. The row's (move, claim) only ever rises: a worker
+        that surveyed, slept through the whole move and woke would else find its own move's
+        row, match it, close the tenant's new home and clear it (tried). Raises GuardTaken if
+        somebody else was first, Overtaken if a later claim or move was, StoreBusy.
         """
         old = found or Guard(-1, -1, False, False)
         with self._short():
             done = self.connection.execute(
                 "UPDATE switchyard_guard SET move = ?, claim = ?, mover = ?, agents = ?,"
                 " writing = 0 WHERE app_name = ?"
-                " AND ((move = ? AND claim = ?) OR (move = ? AND claim <= ?))",
+                " AND ((move = ? AND claim = ? AND move < ?) OR (move = ? AND claim <= ?))",
                 (
                     self.move,
                     self.claim,
@@ -444,6 +446,7 @@ class SqliteStore:
                     self.app_name,
                     old.move,
                     old.claim,
+                    self.move,
                     self.move,
                     self.claim,
                 ),

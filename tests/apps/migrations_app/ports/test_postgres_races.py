@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 
 import psycopg
@@ -19,6 +19,7 @@ from migrations_app.ports.base import (
     START,
     Guard,
     Key,
+    SessionStore,
     StoreBusy,
     Unreachable,
 )
@@ -381,6 +382,62 @@ def test_an_edit_between_surveying_and_deleting_leaves_the_session(
             somebody_waits(target)
             writer.commit()
             assert deleting.result() == [S2]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "page",
+        "stamps",
+        "digests",
+        "session",
+        "shared",
+        "shared page",
+        "delete",
+        "delete unchanged",
+    ],
+)
+def test_a_chunk_reads_its_own_rows_only_even_without_statistics(target: Place, work: str) -> None:
+    """A planner that knows nothing of the table must not read the whole tenant for one chunk."""
+    target.run(
+        "SET switchyard.mover = 'filling'; ALTER TABLE sessions SET (autovacuum_enabled = false);"
+        "ALTER TABLE events SET (autovacuum_enabled = false);"
+        "ALTER TABLE user_states SET (autovacuum_enabled = false);"
+        f"INSERT INTO user_states SELECT '{ACME}', 'u' || n, '{{}}', now()"
+        " FROM generate_series(1, 2000) n;"
+        f"INSERT INTO sessions SELECT '{ACME}', 'u' || n, 's' || n, '{{}}', now(), now()"
+        " FROM generate_series(1, 2000) n;"
+        f"INSERT INTO events SELECT n || '-' || e, '{ACME}', 'u' || n, 's' || n, 'i', now(), '{{}}'"
+        " FROM generate_series(1, 2000) n, generate_series(1, 5) e"
+    )
+    keys = [Key(f"u{n}", f"s{n}") for n in range(1, 21)]
+    with target.open() as store:
+        store.counts()
+        before = _rows_read(store, target)
+        works: dict[str, Callable[[], Sized]] = {
+            "page": lambda: store.page(START, 20),
+            "stamps": lambda: store.stamps(keys),
+            "digests": lambda: store.digests(keys),
+            "session": lambda: store.session(keys[0])["events"],  # type: ignore[index]
+            "shared": lambda: store.shared([key.user_id for key in keys]),
+            "shared page": lambda: store.shared_page("u1", 20),
+            "delete": lambda: range(store.delete(keys)),
+            "delete unchanged": lambda: store.delete_unchanged(dict.fromkeys(keys, "other")),
+        }
+        assert len(works[work]()) == {"session": 5, "delete unchanged": 0}.get(work, 20)
+        assert _rows_read(store, target) - before < 1000
+
+
+def _rows_read(store: SessionStore, place: Place) -> int:
+    """Return how many rows of ADK's tables have been read so far, whichever way."""
+    assert isinstance(store, postgres.PostgresStore)
+    store.connection.execute("SELECT pg_stat_force_next_flush()")
+    return int(
+        place.run(
+            "SELECT sum(coalesce(idx_tup_fetch, 0) + seq_tup_read) FROM pg_stat_user_tables"
+            " WHERE relname IN ('sessions', 'events', 'user_states')"
+        )[0][0]
+    )
 
 
 def test_memory_does_not_grow_with_the_tenant(source: Place, target: Place) -> None:
