@@ -187,6 +187,28 @@ def test_a_stale_worker_that_wakes_after_the_cutover_changes_nothing(both: World
     assert len(events) == 4
 
 
+@pytest.mark.parametrize("call", ["guard", "provision", "adopt", "page"])
+def test_a_worker_that_slept_in_prepare_through_the_whole_move_changes_nothing(
+    both: World, call: str
+) -> None:
+    """It surveyed an empty target; when it wakes, that target is the tenant's home."""
+    both.start()
+    stale = both.move
+    kept: dict[str, list[str]] = {}
+
+    def others_finish() -> None:
+        TenantMigration.objects.filter(pk=stale.pk).update(due_at=both.clock())
+        both.run()
+        both.target.turn(APP, "u-1", "s-1", "on-target")
+        kept.update(both.target.content(APP))
+
+    both.killer.before[call] = others_finish
+    driver.advance(both.machine, stale.pk, clock=both.clock)
+    assert both.move.phase == Phase.DONE
+    assert both.target.content(APP) == kept
+    assert both.agents_may_write(both.target)
+
+
 def test_a_stale_worker_cant_close_a_store_that_an_abort_opened(both: World) -> None:
     both.start()
     both.run(until=Phase.DRAIN)
