@@ -40,12 +40,13 @@ from migrations_app.ports.base import (
 )
 
 EMPTY_STATE = "{}"
-# How long to wait for the file: for the guard and tables, and for rows.
-SHORT_SECONDS = 1.0
-CHUNK_SECONDS = 3.0
+# How long to wait for the writer's seat, where nobody stands behind us, and how long a COMMIT waits
+# for readers to leave, behind which new readers wait too.
+WAIT_SECONDS = 3.0
+COMMIT_SECONDS = 1.0
 # Between two tries for the writer's seat. SQLite's own waiters sleep up to 100 ms between theirs,
 # and nobody queues: who looks more often gets in, which is how closing is not starved.
-LOOK_SECONDS = 0.002
+LOOK_SECONDS = 0.001
 # A bite's size: a snapshot of 8 s made a live turn fail with "database is locked" (tried); the
 # bound is 0.5 s, and a bite this big takes about a tenth of it.
 BITE_BYTES = 4_000_000
@@ -106,7 +107,7 @@ class SqliteStore:
                 # first rolling it back.
                 sqlite_uri(self.path, "rwc" if create else "rw") if there else ":memory:",
                 uri=there,
-                timeout=CHUNK_SECONDS,
+                timeout=WAIT_SECONDS,
                 isolation_level=None,
                 check_same_thread=False,
             )
@@ -134,21 +135,21 @@ class SqliteStore:
             raise _clean(error, self.where) from None
 
     @contextmanager
-    def _transaction(self, begin: str, seconds: float) -> Iterator[None]:
+    def _transaction(self, begin: str) -> Iterator[None]:
         """Run the body between `begin` and COMMIT; any error rolls back."""
         with self.clean():
-            self._patiently(begin, seconds)
+            self._patiently(begin)
             try:
                 yield
                 # In journal mode `delete` COMMIT waits until the last reader has left.
-                self._patiently("COMMIT", seconds)
+                self._patiently("COMMIT", seconds=COMMIT_SECONDS)
             except BaseException:
                 with suppress(sqlite3.Error):
                     self.connection.execute("ROLLBACK")
                 raise
 
     def _patiently(
-        self, statement: str, seconds: float, params: Sequence[Any] = ()
+        self, statement: str, params: Sequence[Any] = (), *, seconds: float = WAIT_SECONDS
     ) -> sqlite3.Cursor:
         end = time.monotonic() + seconds
         self.connection.execute("PRAGMA busy_timeout = 0")
@@ -161,13 +162,13 @@ class SqliteStore:
                         raise
                 time.sleep(LOOK_SECONDS)
         finally:
-            self.connection.execute(f"PRAGMA busy_timeout = {int(CHUNK_SECONDS * 1000)}")
+            self.connection.execute(f"PRAGMA busy_timeout = {int(WAIT_SECONDS * 1000)}")
 
     def _short(self) -> Any:
-        return self._transaction("BEGIN IMMEDIATE", SHORT_SECONDS)
+        return self._transaction("BEGIN IMMEDIATE")
 
     def _snapshot(self) -> Any:
-        return self._transaction("BEGIN", CHUNK_SECONDS)
+        return self._transaction("BEGIN")
 
     # --- what is there -------------------------------------------------------------------
 
@@ -464,7 +465,7 @@ class SqliteStore:
         """Set claim and flags in a short transaction.
 
         Flags are set, never matched, so each step can run again. Raises Overtaken if a
-        later claim, or another move, holds the row; StoreBusy after 1 s. A dead
+        later claim, or another move, holds the row; StoreBusy after 3 s. A dead
         worker's lock on the file ends only with its process.
         """
         with self._short():
@@ -556,7 +557,7 @@ class SqliteStore:
         """
         if not self.exists("switchyard_guard"):
             raise Overtaken(f"{self.where} has no guard")
-        with self._transaction("BEGIN", CHUNK_SECONDS):
+        with self._transaction("BEGIN"):
             self._raise_flag()
             yield
             self.connection.execute(
@@ -569,7 +570,6 @@ class SqliteStore:
         done = self._patiently(
             "UPDATE main.switchyard_guard SET writing = 1"
             " WHERE app_name = ? AND move = ? AND claim = ? AND mover",
-            CHUNK_SECONDS,
             (self.app_name, self.move, self.claim),
         ).rowcount
         if not done:

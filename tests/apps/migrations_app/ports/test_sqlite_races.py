@@ -117,7 +117,7 @@ def test_a_long_writer_makes_closing_busy_not_stuck(live: Place) -> None:
         began = time.monotonic()
         with pytest.raises(StoreBusy):
             store.take(mover=False, agents=False)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 6
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_busy_writers_do_not_starve_closing(live: Place, busy: list[int]) -> Non
     with live.open() as store:
         began = time.monotonic()
         store.take(mover=False, agents=False)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 3
 
 
 def big_tenant(place: Place, *, sessions: int, events: int, size: int) -> None:
