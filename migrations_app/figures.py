@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from migrations_app.models import Sample
+from migrations_app.panels.rows import changed_in_words
 from migrations_app.panels.seen import Seen
 
 # How often a page fetches the figure while the move lives (seconds).
@@ -61,6 +62,9 @@ def changed(seen: Seen, samples: Sequence[Sample]) -> dict[str, Any]:
     figure: dict[str, Any] = {
         # Shown in the plot's place while there is nothing to draw.
         "empty": "" if samples else "Nothing has been copied yet.",
+        # The caption, and whether the legend names the second line: they change with the data.
+        "says": changed_in_words(seen),
+        "again": again,
         "data": data,
         "layout": layout,
         "narrow": {"xaxis": {"nticks": 4}},

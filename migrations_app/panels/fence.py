@@ -92,7 +92,7 @@ def fence(seen: Seen, quote: Quote | None, *, now: datetime) -> FencePanel | Non
 def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
     move = seen.move
     lines = tuple(
-        FenceLine(part.name.capitalize(), part.detail, part.expected, part.worst, None)
+        FenceLine(part.name.capitalize(), _whole(part.detail), part.expected, part.worst, None)
         for part in quote.parts
     )
     if quote.worst <= move.budget_seconds:
@@ -123,6 +123,11 @@ def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
     )
 
 
+def _whole(arithmetic: str) -> str:
+    """Keep a number and its unit on one line."""
+    return arithmetic.replace(" /s", "\u00a0/s").replace("÷ ", "÷\u00a0")
+
+
 def _closes(seen: Seen, now: datetime) -> str:
     move = seen.move
     if move.drain_requested_at is not None:
@@ -148,7 +153,7 @@ def _fence_closed(seen: Seen, now: datetime) -> FencePanel:
         lines.append(
             FenceLine(
                 name,
-                "; ".join(part["detail"] for part in mine),
+                _whole("; ".join(part["detail"] for part in mine)),
                 sum(part["expected"] for part in mine),
                 sum(part["worst"] for part in mine),
                 actual,

@@ -312,12 +312,14 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
         left = max(0.0, (move.soak_until - now).total_seconds())
         share = share_of(move.soak_seconds - left, move.soak_seconds) or 100.0
         return elapsed(left), f"left of {limit(move.soak_seconds)}", share
-    if phase == Phase.DRAIN and move.fence_closed_at is not None:
-        waited = (now - move.fence_closed_at).total_seconds()
+    if phase == Phase.DRAIN:
+        # The phase is settled a moment before its fence closes.
+        waited = (now - (move.fence_closed_at or move.phase_since)).total_seconds()
         share = share_of(waited, move.drain_bound_seconds) or 0.0
         return elapsed(waited), f"of at most {limit(move.drain_bound_seconds)}", share
-    if phase == Phase.DONE:
-        return count(move.sessions), "sessions moved", 100.0
+    if phase in (Phase.TARGET, Phase.DONE):
+        words = "sessions moved" if phase == Phase.DONE else "sessions, equal on both sides"
+        return count(move.sessions), words, 100.0
     if phase in (Phase.REOPEN, Phase.ABORTED):
         return count(move.copied), "sessions had been copied", 0.0
     if not move.todo:
@@ -346,6 +348,8 @@ def current_rate(move: TenantMigration, *, now: datetime) -> float | None:
 
     None where nothing was measured.
     """
+    if move.stage == "ready":
+        return None
     if move.phase == Phase.BACKFILL:
         since = now - timedelta(seconds=RATE_SECONDS)
         recent = move.samples.filter(at__gte=since, phase=move.phase, passes=move.passes)
