@@ -14,6 +14,7 @@ from django.db import transaction
 from durable import driver
 from migrations_app import services
 from migrations_app.domain.phases import FENCED, WAY_OUT, Mode, Phase
+from migrations_app.models import TenantMigration
 from tests.stores import EMPTY
 from tests.world import APP, Killed, World
 
@@ -71,6 +72,7 @@ def test_a_move_survives_a_kill_at_every_call(files: World) -> None:
     before = files.source.content(APP)
     with undone(files):
         files.start()
+        files.killer.calls = 0
         files.run()
         calls = files.killer.calls
     assert calls > 100
@@ -80,6 +82,39 @@ def test_a_move_survives_a_kill_at_every_call(files: World) -> None:
             files.killer.calls, files.killer.at = 0, at
             files.run()
             assert_moved(files, before, f"killed at call {at}")
+
+
+def test_a_worker_that_stalls_at_any_call_and_wakes_after_the_move_changes_nothing(
+    files: World,
+) -> None:
+    """Others finish the move and the tenant goes on; then the worker does the rest of its step."""
+    with undone(files):
+        files.start()
+        files.killer.calls = 0
+        files.run()
+        calls = files.killer.calls
+    home: dict[str, list[str]] = {}
+
+    def others_finish() -> None:
+        TenantMigration.objects.filter(pk=files.move.pk, due_at__isnull=False).update(
+            due_at=files.clock()
+        )
+        files.run()
+        files.target.turn(APP, "u-1", "s-1", "on-target")
+        home.update(files.target.content(APP))
+
+    for at in range(1, calls + 1, 2):
+        with undone(files):
+            files.start()
+            files.killer.calls, files.killer.at = 0, at
+            files.killer.meanwhile = others_finish
+            files.run()
+            files.killer.meanwhile = None
+            assert files.move.phase == Phase.DONE, at
+            assert files.target.content(APP) == home, at
+            assert files.owner() == [("cell-eu1-b", "all")], at
+            assert files.agents_may_write(files.target), at
+            assert not files.agents_may_write(files.source), at
 
 
 def test_a_move_survives_a_kill_at_every_write_of_its_row(
@@ -159,7 +194,7 @@ def test_an_abort_at_every_moment_ends_on_one_side(files: World) -> None:
 
 def test_an_abort_survives_a_kill_at_every_call(files: World) -> None:
     before = files.source.content(APP)
-    late = moments(files).index(Phase.VERIFY) + 1
+    late = moments(files).index(Phase.VERIFY)
 
     def to_the_abort() -> None:
         files.start()
