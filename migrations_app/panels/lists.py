@@ -22,7 +22,6 @@ from migrations_app.panels.progress import (
 )
 from migrations_app.panels.seen import (
     ENDED_VALUES,
-    GRAVITY,
     Seen,
     all_live,
     moves,
@@ -50,9 +49,12 @@ class MoveLine:
 
 
 def live_moves(*, now: datetime) -> list[MoveLine]:
-    """Return every move that has not ended, worst first; equals keep the order of their start."""
+    """Return every move that has not ended, in the order of their start, soaking ones last.
+
+    Not worst first, as "needs attention" is: a row keeps its place while its state changes.
+    """
     lines = _lines(all_live(), now=now)
-    return sorted(lines, key=lambda line: (GRAVITY.get(line.status.glyph, 9), line.move.pk))
+    return sorted(lines, key=lambda line: (line.move.placement_version is not None, line.move.pk))
 
 
 # A list works out the quote of so many moves that still copy; each costs a few reads.

@@ -63,6 +63,8 @@ def test_a_change_of_a_row_is_on_screen_within_two_seconds_without_a_reload(
 
 def test_the_overview_follows_what_happens(here: make.Cast, at: datetime, windows: Windows) -> None:
     page = windows(Role.VIEWER).open("/")
+    clock = page.locator("#clock").inner_text()
+    expect(page.locator("#clock")).not_to_have_text(clock, timeout=4_000)
     expect(page.locator("#attention")).to_contain_text("Nothing needs a person.")
     move = scene.move(here, Phase.VERIFY, now=at)
     row = page.locator(f'#moves [data-row="{move}"]')

@@ -15,19 +15,6 @@ from migrations_app.models import TenantMigration
 from tests import make, scene
 from tests.web.conftest import People
 
-PHASES = [
-    Phase.PREPARE,
-    Phase.BACKFILL,
-    Phase.DRAIN,
-    Phase.DELTA,
-    Phase.VERIFY,
-    Phase.TARGET,
-    Phase.SOAK,
-    Phase.OFFBOARD,
-    Phase.DONE,
-    Phase.REOPEN,
-    Phase.ABORTED,
-]
 Moving = Callable[..., TenantMigration]
 
 
@@ -42,16 +29,12 @@ def text_of(html: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", Phase)
 def test_a_move_is_drawn_in_each_phase(phase: Phase, moving: Moving, people: People) -> None:
     html = page(people.operator, moving(phase))
     assert "acme: store-eu1-a → store-eu1-b" in html
     assert "NaN" not in html
     assert ">None<" not in html
-
-
-def test_phases_have_a_clause_for_every_phase() -> None:
-    assert set(PHASES) == set(Phase)
 
 
 @pytest.mark.parametrize("phase", [Phase.DONE, Phase.ABORTED])
@@ -203,9 +186,10 @@ def test_the_overview_puts_the_worst_first(here: make.Cast, people: People, at: 
     html = people.viewer.get("/").content.decode()
     rows = re.findall(r'<li data-row="move-(mv-\d+)"', html)
     assert rows == [str(blocked), str(fenced)]
-    listed = re.findall(r'<tr data-row="(mv-\d+)"', html)
-    assert listed == [str(blocked), str(fenced), str(calm)]
     assert "2 things need a person." in html
+    # Its list of moves keeps their order, whatever happens to them.
+    listed = re.findall(r'<tr data-row="(mv-\d+)"', html)
+    assert listed == [str(calm), str(fenced), str(blocked)]
 
 
 def test_the_strip_counts_moves_by_what_they_are(
