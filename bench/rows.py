@@ -1,7 +1,8 @@
 """A tenant of the article's size in a PostgreSQL store, made by SQL in seconds.
 
 Every row is one that google-adk reads: 12,600 sessions of 1,840 users, each with 20 events
-of about 1 KB, are what the benches of copying and of the fence move.
+of about 1 KB, are what the benches of copying and of the fence move. Each event changes two
+keys of its session, every tenth one of its user, every twentieth one of the app.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ INSERT INTO events SELECT id, %(app)s, 'u-' || g %% %(users)s, 's-' || g, invoca
     'timestamp', extract(epoch FROM at)::float8,
     'content', jsonb_build_object('role', 'model',
       'parts', jsonb_build_array(jsonb_build_object('text', text))),
-    'actions', jsonb_build_object('state_delta', jsonb_build_object('n', g, 'topic', 'x' || g),
+    'actions', jsonb_build_object('state_delta',
+      jsonb_build_object('n', g, 'topic', 'x' || g)
+      || CASE WHEN e %% 10 = 0 THEN jsonb_build_object('user:tier', 'pro') ELSE '{}' END
+      || CASE WHEN e %% 20 = 0 THEN jsonb_build_object('app:seen', g) ELSE '{}' END,
       'artifact_delta', '{}'::jsonb, 'requested_auth_configs', '{}'::jsonb,
       'requested_tool_confirmations', '{}'::jsonb),
     'usage_metadata', jsonb_build_object('total_token_count', 18),
@@ -44,7 +48,7 @@ INSERT INTO events SELECT id, %(app)s, 'u-' || g %% %(users)s, 's-' || g, invoca
 FROM generate_series(0, %(sessions)s - 1) g, generate_series(1, %(events)s) e,
 LATERAL (SELECT gen_random_uuid()::text AS id, gen_random_uuid()::text AS invocation,
   timestamp '2026-01-01' + g * interval '1 s' + e * interval '1 ms' AS at,
-  (SELECT string_agg(md5((g * 31 + e + i)::text), ' ') FROM generate_series(1, 16) i) AS text) x"""
+  (SELECT string_agg(md5((g * 31 + e + i)::text), ' ') FROM generate_series(1, 18) i) AS text) x"""
 
 
 def fill(
