@@ -2,9 +2,13 @@
 
 A handle speaks for one tenant (`app_name`) of one store, under one claim of one
 move. It is opened for a step and closed at its end. Every method is bounded:
-pages and chunks come from the caller. Errors are the `Refused` ones below, whose
-messages never hold an address or a password; anything else is a bug or a
-database that went away, and the step is tried again.
+pages and chunks come from the caller, no statement outlives 15 s, and memory does not
+grow with the tenant. Only one thread uses a handle at a time.
+
+Errors are the `Refused` ones below, `durable.machine.Overtaken` where a guard row says
+so, and StoreFailed. Their messages say what, why and what to do, and never hold an
+address, a user, a password or a value. A handle whose connection was lost, or ended by a
+later claim, says Unreachable until it is opened anew.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ class Guard(NamedTuple):
 class Digest(NamedTuple):
     """What one session is, as one store holds it. Equal digests mean equal sessions."""
 
-    state: str  # session-scoped state, update_time
-    events: str  # every event in order, every field
+    state: str  # session-scoped state, create_time, update_time
+    events: str  # every event in the order in which ADK reads them, every column
     stamp: Stamp  # read in the same snapshot
 
 
@@ -101,7 +105,6 @@ class Counts:
 
     sessions: int
     users: int  # users with a session or with state of their own
-    events: int  # of those sessions
 
 
 class StoreRefused(Refused):
@@ -165,32 +168,51 @@ class StoreFailed(Exception):
 class SessionStore(Protocol):
     """One tenant's side of one store."""
 
-    # --- looking; changes nothing -------------------------------------------------------
-    def survey(self) -> Survey: ...
+    # --- looking; changes nothing. Without ADK's tables everything is empty -------------
+    def survey(self) -> Survey:
+        """Say what the store is and holds. Raises OldSchema, NotASessionStore, ColumnsDiffer.
+
+        A database without tables is fine here: `check_pair` refuses it as a source.
+        """
+
     def guard(self) -> Guard | None:
         """The tenant's guard row; None if there is none, or no guard table."""
 
     def counts(self) -> Counts: ...
     def page(self, after: Key, limit: int) -> list[tuple[Key, Stamp]]:
-        """Up to `limit` sessions behind `after`, in the store's own order. START begins."""
+        """Up to `limit` sessions behind `after`, in the store's own order. START begins.
+
+        Two stores may sort alike keys differently: look keys up, never merge two pages.
+        """
 
     def stamps(self, keys: Collection[Key]) -> dict[Key, Stamp]:
         """Stamps of those sessions that exist."""
 
     def digests(self, keys: Collection[Key]) -> dict[Key, Digest]:
-        """Digests of those sessions that exist, computed inside the store where it can."""
+        """Digests of those sessions that exist, computed inside the store where it can.
+
+        Strict: compared only between two stores of one dialect.
+        """
 
     def session(self, key: Key) -> Mapping[str, Any] | None:
-        """One session as plain data: {"state", "update_time", "events": [{...}, ...]}."""
+        """One session as plain data, read whole: for naming a difference, not for copying.
+
+        {"state", "create_time", "update_time", "events": [{"id", "invocation_id",
+        "timestamp", "event_data", ...}, ...]}, times as the store spells them.
+        """
 
     def shared_page(self, after: str | None, limit: int) -> list[SharedRow]:
         """Shared state, the app's row first (after None), then users behind `after`, in order.
 
         `after=None` begins; the last row's user_id ("" after the app's row) goes on.
+        A user with sessions and without a row is shown as {}, and so is the app.
         """
 
     def shared(self, user_ids: Collection[str | None]) -> dict[str | None, SharedRow]:
-        """Shared state of these users; None asks for the app's."""
+        """Shared state of these users; None asks for the app's.
+
+        Whoever has neither a row nor a session is absent.
+        """
 
     def mark(self) -> str:
         """The high-water mark: one digest over all stamps and shared state, in one snapshot."""
@@ -205,39 +227,54 @@ class SessionStore(Protocol):
     def adopt(self, found: Guard | None, *, mover: bool, agents: bool) -> None:
         """Make the guard row this move's, if it is still what the survey `found`.
 
-        Raises GuardTaken. May be repeated under the same move.
+        Raises GuardTaken; Overtaken if a later claim of this move was here; StoreBusy.
+        May be repeated under the same move. Ends what `found`'s move left connected.
         """
 
     def take(self, *, mover: bool, agents: bool) -> None:
         """Set claim and flags in a short transaction; first end backends of lower claims.
 
-        Flags are set, never matched, so each step can run again. Closing (agents
-        False) waits for open writers by a fair queue, bounded; raises StoreBusy.
-        Raises Overtaken if a later claim, or another move, holds the row.
+        Flags are set, never matched, so each step can run again. Waits for the tenant's
+        open writers, by a fair queue, bounded (4 s); raises StoreBusy. So a live source is
+        taken to close it, never once a chunk.
+        Raises Overtaken if a later claim, or another move, holds the row; GuardTaken if
+        there is none.
         """
 
     def older_writers(self) -> list[str]:
-        """Transactions open now, which may be older than the guard row. Opaque tokens."""
+        """Transactions open now, which may be older than the guard row. Opaque tokens.
+
+        Asked once, right after `adopt`; of any role, of the whole database. Empty on SQLite.
+        """
 
     def still_writing(self, tokens: Sequence[str]) -> list[str]:
         """Those of `older_writers` that still live, named for a person (such as "pid 4711")."""
 
     def write_nonce(self, nonce: str) -> None:
-        """Leave a random word in the guard table, to be looked for through the other store."""
+        """Leave a random word beside the guard, to be looked for through the other store."""
 
-    def has_nonce(self, nonce: str) -> bool: ...
-    def clear_nonce(self, nonce: str) -> None: ...
+    def has_nonce(self, nonce: str) -> bool:
+        """Whether that word is here."""
+
+    def clear_nonce(self, nonce: str) -> None:
+        """Take the word away; nothing happens if it is gone."""
+
     def keeps_ids(self) -> bool:
-        """Whether a scratch session keeps the id it is given; leaves nothing behind."""
+        """Whether a scratch session keeps the id it is given; needs tables, leaves nothing."""
 
     # --- writing: each in one transaction that reads the guard row first -----------------
     # All raise Overtaken when the guard row is not this move's, this claim's and `mover`.
-    def delete(self, keys: Collection[Key]) -> int: ...
+    def delete(self, keys: Collection[Key]) -> int:
+        """Delete these sessions and their events; return how many sessions there were."""
+
     def delete_unchanged(self, stamps: Mapping[Key, Stamp]) -> list[Key]:
         """Delete those sessions whose stamp is still the given one; return them."""
 
-    def write_shared(self, rows: Sequence[SharedRow]) -> None: ...
-    def delete_shared(self, user_ids: Collection[str | None]) -> int: ...
+    def write_shared(self, rows: Sequence[SharedRow]) -> None:
+        """Put these states in place by value, making rows; what is equal is left alone."""
+
+    def delete_shared(self, user_ids: Collection[str | None]) -> int:
+        """Delete these users' state rows (None: the app's); return how many there were."""
 
 
 class Open(Protocol):
