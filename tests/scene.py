@@ -195,7 +195,6 @@ def _columns(phase: Phase, entered: dict[Phase, datetime], now: datetime) -> dic
         "verify_rate": 40.0,
         "shared_rate": 400.0,
         "scan_seconds": 0.27,
-        "gone_seconds": 0.2,
         "mark_seconds": 0.3,
         "stage": "copy",
     }
