@@ -13,7 +13,8 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import psycopg
 
@@ -123,7 +124,7 @@ def chunks(store: SessionStore) -> Iterator[list[Key]]:
         yield keys
 
 
-def opened(url: str):  # type: ignore[no-untyped-def]  # a context manager of SessionStore
+def opened(url: str) -> AbstractContextManager[SessionStore]:
     """Open a store by a variable of its own, as a worker would."""
     name = f"BENCH_{url.rpartition('/')[2].upper()}"
     os.environ[name] = url
@@ -153,7 +154,7 @@ async def replay(source: str, target: str, sessions: int, concurrency: int) -> f
     gate = asyncio.Semaphore(concurrency)
 
     async def one(user: str, name: str) -> None:
-        named = {"app_name": rows.APP, "user_id": user, "session_id": name}
+        named: dict[str, Any] = {"app_name": rows.APP, "user_id": user, "session_id": name}
         async with gate:
             read = await here.get_session(**named)
             assert read is not None

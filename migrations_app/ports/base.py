@@ -95,6 +95,7 @@ class Survey:
     findings: tuple[Finding, ...] = ()
     dialect: str = ""  # "postgresql" or "sqlite"; `check_pair` compares it
     has_app_state: bool = False  # a row of the app's own state, which counts as holding the app
+    interrupted_keys: tuple[Key, ...] = ()  # the first of them, for a list
     # "events.event_data jsonb" and so on: what the tables really have, for `check_pair`.
     columns: tuple[str, ...] = ()
 

@@ -57,17 +57,14 @@ class PostgresStore(PostgresGuard):
         return survey(self)
 
     def counts(self) -> Counts:
-        """Count sessions, users and events of the tenant."""
+        """Count sessions and users of the tenant."""
         if not self.has_tables:
-            return Counts(0, 0, 0)
+            return Counts(0, 0)
         with self.transaction(f"{SNAPSHOT}; {WHOLE}"):
             row = self.rows(
                 "SELECT (SELECT count(*) FROM {sessions} WHERE app_name = %(app)s),"
                 " (SELECT count(*) FROM (SELECT user_id FROM {sessions} WHERE app_name = %(app)s"
-                " UNION SELECT user_id FROM {user_states} WHERE app_name = %(app)s) u),"
-                " (SELECT count(*) FROM {events} e WHERE e.app_name = %(app)s AND EXISTS"
-                " (SELECT 1 FROM {sessions} s WHERE s.app_name = e.app_name"
-                " AND s.user_id = e.user_id AND s.id = e.session_id))"
+                " UNION SELECT user_id FROM {user_states} WHERE app_name = %(app)s) u)"
             )[0]
         return Counts(*row)
 

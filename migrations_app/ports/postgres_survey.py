@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from migrations_app.ports import schema
-from migrations_app.ports.base import Finding, Survey
+from migrations_app.ports.base import Finding, Key, Survey
 from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT, WHOLE
 
 if TYPE_CHECKING:
@@ -16,7 +16,8 @@ RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 # A function call that nothing followed, or a turn that was told to stop.
 _INTERRUPTED = """
-SELECT count(*) FROM {sessions} s CROSS JOIN LATERAL (
+SELECT count(*), (array_agg(ARRAY[s.user_id, s.id] ORDER BY s.user_id, s.id))[1:%(named)s]
+FROM {sessions} s CROSS JOIN LATERAL (
   SELECT e.event_data AS d FROM {events} e
   WHERE e.app_name = s.app_name AND e.user_id = s.user_id AND e.session_id = s.id
   ORDER BY e.timestamp DESC, e.id DESC LIMIT 1) last
@@ -105,22 +106,23 @@ def survey(store: PostgresStore) -> Survey:
     schema_version = _version(store)
     found += schema.unknown_columns(columns, _required(store))
     counts = store.counts()
-    interrupted, has_app_state = 0, False
+    events, interrupted, named, has_app_state = 0, 0, None, False
     if schema_version:
         found += _rights(store)
         found += _index(store)
         with store.transaction(f"{SNAPSHOT}; {WHOLE}"):
             found += _rows(store)
+            events = store.rows("SELECT count(*) FROM {events} WHERE app_name = %(app)s")[0][0]
             has_app_state = bool(store.rows("SELECT 1 FROM {app_states} WHERE app_name = %(app)s"))
         with store.transaction(f"{SNAPSHOT}; {BY_INDEX}"):
-            interrupted = store.rows(_INTERRUPTED)[0][0]
+            interrupted, named = store.rows(_INTERRUPTED, {"named": schema.NAMED})[0]
     return Survey(
         kind="adk-sql",
         database=f"PostgreSQL {version.split()[0]}",
         schema_version=schema_version,
         sessions=counts.sessions,
         users=counts.users,
-        events=counts.events,
+        events=events,
         interrupted=interrupted,
         clock_skew_seconds=skew,
         can_close=store.can_close() or _may_make(store),
@@ -128,6 +130,7 @@ def survey(store: PostgresStore) -> Survey:
         findings=tuple(found),
         dialect=store.dialect,
         has_app_state=has_app_state,
+        interrupted_keys=tuple(Key(*pair) for pair in named or ()),
         columns=tuple(
             f"{table}.{name} {'varchar' if kind in schema.TEXTS else kind}"
             for table, types in columns.items()

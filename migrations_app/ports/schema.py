@@ -16,6 +16,8 @@ TEXTS = ("text", "varchar", "bpchar")
 TABLES = ("app_states", "user_states", "sessions", "events")
 # What ADK's columns hold at most; also what a move's own records hold.
 LONGEST_ID = 128
+# How many interrupted sessions a survey names.
+NAMED = 50
 
 # Column types by table: PostgreSQL's, SQLite's declared ones. {text} and the like are filled in.
 _TABLES: dict[str, tuple[str, ...]] = {

@@ -214,17 +214,13 @@ class SqliteStore:
         return Guard(move, claim, bool(mover), bool(agents))
 
     def counts(self) -> Counts:
-        """Count sessions, users and events of the tenant."""
+        """Count sessions and users of the tenant."""
         if not self.has_tables:
-            return Counts(0, 0, 0)
+            return Counts(0, 0)
         row = self.rows(
             "SELECT (SELECT count(*) FROM sessions WHERE app_name = :app),"
             " (SELECT count(*) FROM (SELECT user_id FROM sessions WHERE app_name = :app"
-            " UNION SELECT user_id FROM user_states WHERE app_name = :app)),"
-            # Per session by its index; events without a session don't count.
-            " (SELECT coalesce(sum((SELECT count(*) FROM events e WHERE e.app_name = s.app_name"
-            " AND e.user_id = s.user_id AND e.session_id = s.id)), 0)"
-            " FROM sessions s WHERE s.app_name = :app)",
+            " UNION SELECT user_id FROM user_states WHERE app_name = :app))",
             {"app": self.app_name},
         )[0]
         return Counts(*row)

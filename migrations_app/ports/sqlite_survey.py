@@ -7,20 +7,21 @@ import sqlite3
 from typing import TYPE_CHECKING, Any
 
 from migrations_app.ports import schema
-from migrations_app.ports.base import Finding, NotASessionStore, Survey
+from migrations_app.ports.base import Finding, Key, NotASessionStore, Survey
 
 if TYPE_CHECKING:
     from migrations_app.ports.sqlite import SqliteStore
 
 # A function call that nothing followed, or a turn that was told to stop.
 _INTERRUPTED = """
-SELECT count(*) FROM (SELECT (SELECT e.event_data FROM events e
-  WHERE e.app_name = s.app_name AND e.user_id = s.user_id AND e.session_id = s.id
+SELECT user_id, id, count(*) OVER () FROM (SELECT s.user_id, s.id,
+  (SELECT e.event_data FROM events e WHERE e.app_name = s.app_name AND e.user_id = s.user_id AND e.session_id = s.id
   ORDER BY e.timestamp DESC, e.id DESC LIMIT 1) AS d
   FROM sessions s WHERE s.app_name = :app)
 WHERE json_valid(d) AND (json_extract(d, '$.error_code') = 'INVOCATION_ABORTED'
   OR EXISTS (SELECT 1 FROM json_each(d, '$.content.parts') p
-    WHERE json_type(p.value) = 'object' AND json_type(p.value, '$.function_call') = 'object'))"""
+    WHERE json_type(p.value) = 'object' AND json_type(p.value, '$.function_call') = 'object'))
+ORDER BY user_id, id LIMIT :named"""
 
 _NUL = "instr({0}, char(0)) > 0"
 
@@ -134,7 +135,8 @@ def survey(store: SqliteStore) -> Survey:
     }
     found = schema.unknown_columns(columns, required)
     counts = store.counts()
-    interrupted, has_app_state = 0, False
+    events, has_app_state = 0, False
+    interrupted: list[tuple[str, str, int]] = []
     if store.is_file and not os.access(store.path, os.W_OK):
         found.append(
             Finding("rights", "this process's user may not write the file: grant it", 1, "", True)
@@ -151,7 +153,8 @@ def survey(store: SqliteStore) -> Survey:
             )[0]
             if count:
                 found.append(Finding(field, reason, count, _shown(where), blocks))
-        interrupted = store.rows(_INTERRUPTED, params)[0][0]
+        events = store.rows("SELECT count(*) FROM events WHERE app_name = :app", params)[0][0]
+        interrupted = store.rows(_INTERRUPTED, {**params, "named": schema.NAMED})
         has_app_state = bool(store.rows("SELECT 1 FROM app_states WHERE app_name = :app", params))
     return Survey(
         kind="adk-sql",
@@ -159,14 +162,15 @@ def survey(store: SqliteStore) -> Survey:
         schema_version=schema_version,
         sessions=counts.sessions,
         users=counts.users,
-        events=counts.events,
-        interrupted=interrupted,
+        events=events,
+        interrupted=interrupted[0][2] if interrupted else 0,
         clock_skew_seconds=0.0,  # the file has no clock but this machine's
         can_close=not any(finding.field == "rights" for finding in found),
         stamps_see_edits=False,
         findings=tuple(found),
         dialect=store.dialect,
         has_app_state=has_app_state,
+        interrupted_keys=tuple(Key(user, name) for user, name, _ in interrupted),
         # SQLite enforces no types, so only names count.
         columns=tuple(f"{table}.{name}" for table, names in columns.items() for name in names),
     )

@@ -459,7 +459,9 @@ def test_sessions_that_end_in_an_interrupted_invocation_are_counted(
     with source.connect() as agent:
         for number, data in enumerate(events):
             places.put_event(agent, ACME, *S0, f"x{number}", second=20 + number, data=data)
-    assert survey(source).interrupted == interrupted
+    found = survey(source)
+    assert found.interrupted == interrupted
+    assert found.interrupted_keys == (S0,) * interrupted
 
 
 @postgresql_only
@@ -526,7 +528,7 @@ def test_a_value_that_the_target_refuses_is_not_quoted(
             copy(here, there, [S0])
         assert isinstance(there, postgres.PostgresStore)
         # The handles are whole afterwards.
-        assert here.counts().events == 15
+        assert here.survey().events == 15
         assert there.delete([S0]) == 0
     assert target.everything() == before
 
