@@ -23,6 +23,8 @@ from tenants.models import Store
 
 # A step works this long, then settles: far below the lease, so that a kill costs little.
 STEP_SECONDS = 2.0
+# Inside the fence, where every step's claim, connections and settling make somebody wait.
+FENCED_STEP_SECONDS = 5.0
 # Keys read at once: some 45 ms of aggregation at 20 events each.
 PAGE = 2_000
 # One chunk is one transaction on the target. It aims at this long: on SQLite a longer
@@ -76,7 +78,6 @@ class Meter:
     def changes(self, move: TenantMigration) -> dict[str, Any]:
         """Return the columns of `move` that this step's work changes."""
         scan = self.rate("scan", None)
-        gone = self.rate("gone", None)
         return {
             "copied": move.copied + self.copied,
             "compared": move.compared + self.compared,
@@ -86,7 +87,6 @@ class Meter:
             "verify_rate": self.rate("compare", move.verify_rate),
             "shared_rate": self.rate("shared", move.shared_rate, least=1),
             "scan_seconds": move.sessions / scan if scan else move.scan_seconds,
-            "gone_seconds": move.sessions / gone if gone else move.gone_seconds,
         }
 
 
@@ -116,6 +116,13 @@ def both(move: TenantMigration) -> Iterator[tuple[SessionStore, SessionStore]]:
 def cursor(move: TenantMigration) -> Key:
     """Return where the running sweep stands; START at its beginning."""
     return Key(move.cursor_user, move.cursor_session)
+
+
+def compare_size(move: TenantMigration) -> int:
+    """Return how many sessions are compared at once: what takes about a second."""
+    if move.verify_rate is None:
+        return CHUNK_FIRST
+    return max(1, min(CHUNK_MOST, int(move.verify_rate)))
 
 
 def chunk_size(move: TenantMigration) -> int:
@@ -210,28 +217,6 @@ def changed_keys(move: TenantMigration, page: Sequence[tuple[Key, Stamp]]) -> se
     """Return the keys of a page whose copy is not of the stamp that the source has now."""
     known = noted(move, [key for key, _ in page])
     return {key for key, stamp in page if key not in known or known[key].source_stamp != stamp}
-
-
-def unproven_keys(
-    move: TenantMigration, target: SessionStore, page: Sequence[tuple[Key, Stamp]]
-) -> set[Key]:
-    """Return the keys of a page that are not proven equal by an earlier comparison.
-
-    Proven: compared equal at exactly the stamps that both sides still have, and the
-    stamps of these stores see every edit.
-    """
-    keys = [key for key, _ in page]
-    if not move.stamps_prove:
-        return set(keys)
-    known, there = noted(move, keys), target.stamps(keys)
-    return {
-        key
-        for key, stamp in page
-        if key not in known
-        or not known[key].compared
-        or known[key].source_stamp != stamp
-        or known[key].target_stamp != there.get(key)
-    }
 
 
 def copy(
@@ -346,6 +331,48 @@ def compare(
         _report(move, differ, pair, now)
 
 
+def prove(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    *,
+    meter: Meter,
+    timer: Timer,
+    clock: Clock,
+) -> Swept:
+    """Compare every session that is not proven equal by an earlier comparison.
+
+    Walks our own list (cursor_session holds the last id), on which DELTA has put every session
+    of the closed source. Proven: compared equal at the stamps that both sides still have, where
+    stamps see every edit. The target's are read here; that the source's are still the
+    recorded ones is what its mark says, read last. So the source is not read again.
+    """
+    last, passed = int(move.cursor_session or 0), 0
+    chunk = compare_size(move)
+    page = PAGE if move.stamps_prove else chunk
+    pending: list[Key] = []
+    while True:
+        rows = list(
+            move.stamps.filter(pk__gt=last)
+            .order_by("pk")
+            .values_list("pk", "user_id", "session_id", "target_stamp", "compared_at")[:page]
+        )
+        with meter.timing("scan", len(rows)):
+            there = target.stamps([Key(row[1], row[2]) for row in rows]) if rows else {}
+        for _, user, session, stamp, compared_at in rows:
+            key = Key(user, session)
+            if not move.stamps_prove or compared_at is None or there.get(key) != stamp:
+                pending.append(key)
+        last, passed = rows[-1][0] if rows else last, passed + len(rows)
+        finished = len(rows) < page
+        stop = finished or timer.out
+        while len(pending) >= chunk or (pending and stop):
+            compare(move, source, target, pending[:chunk], meter=meter, clock=clock)
+            del pending[:chunk]
+        if stop:
+            return Swept(Key("", str(last)), passed, finished=finished)
+
+
 def _record(
     move: TenantMigration, stamps: Mapping[Key, Copied], compared: Mapping[Key, datetime]
 ) -> None:
@@ -442,9 +469,8 @@ def remove_gone(
             .order_by("pk")
             .values_list("pk", "user_id", "session_id")[:PAGE]
         )
-        with meter.timing("gone", len(rows)):
-            keys = [Key(user, session) for _, user, session in rows]
-            alive = source.stamps(keys) if keys else {}
+        keys = [Key(user, session) for _, user, session in rows]
+        alive = source.stamps(keys) if keys else {}
         if gone := [key for key in keys if key not in alive]:
             target.delete(gone)
             meter.deleted += len(gone)

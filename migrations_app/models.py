@@ -101,7 +101,6 @@ class TenantMigration(Durable):
     copy_rate = models.FloatField(null=True, blank=True)  # sessions/s
     verify_rate = models.FloatField(null=True, blank=True)  # sessions/s, both sides at once
     scan_seconds = models.FloatField(null=True, blank=True)  # reading the source's stamps once
-    gone_seconds = models.FloatField(null=True, blank=True)  # looking for deleted sessions once
     mark_seconds = models.FloatField(null=True, blank=True)  # one high-water mark of the source
     shared_rate = models.FloatField(null=True, blank=True)  # users/s
 

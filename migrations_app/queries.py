@@ -23,11 +23,9 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
         copy_rate=move.copy_rate,
         verify_rate=move.verify_rate,
         shared_rate=move.shared_rate,
-        # DELTA reads the source's stamps and looks for deleted sessions, VERIFY reads both
-        # sides' stamps; the mark is taken at closing and again at the end.
-        scan_seconds=3 * (move.scan_seconds or 0)
-        + (move.gone_seconds or 0)
-        + 2 * (move.mark_seconds or 0),
+        # DELTA reads the source's stamps, VERIFY the target's; the mark is taken at closing and
+        # again at the end.
+        scan_seconds=2 * (move.scan_seconds or 0) + 2 * (move.mark_seconds or 0),
     )
 
 

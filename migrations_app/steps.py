@@ -465,7 +465,7 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
     """Copy what changed, remove what was deleted, settle shared state. Nobody writes meanwhile."""
     if late := _past(move, clock):
         return late
-    timer = Timer()
+    timer = Timer(copying.FENCED_STEP_SECONDS)
     with copying.both(move) as (source, target):
         target.take(mover=True, agents=False)
 
@@ -489,7 +489,7 @@ def verify(move: TenantMigration, clock: Clock) -> Outcome:
     """Every session must be equal, then the counts, then the source's mark."""
     if late := _past(move, clock):
         return late
-    timer = Timer()
+    timer = Timer(copying.FENCED_STEP_SECONDS)
     with copying.both(move) as (source, target):
         target.take(mover=True, agents=False)
         changes: dict[str, Any] = {}
@@ -497,16 +497,8 @@ def verify(move: TenantMigration, clock: Clock) -> Outcome:
 
             def work(stage: str, meter: Meter) -> copying.Swept:
                 if stage == "sessions":
-                    return copying.sweep(
-                        move,
-                        source,
-                        meter=meter,
-                        timer=timer,
-                        chunk=copying.CHUNK_MOST,
-                        needs=lambda page: copying.unproven_keys(move, target, page),
-                        work=lambda keys: copying.compare(
-                            move, source, target, keys, meter=meter, clock=clock
-                        ),
+                    return copying.prove(
+                        move, source, target, meter=meter, timer=timer, clock=clock
                     )
                 return copying.settle_shared(
                     move, source, target, meter=meter, timer=timer, write=False, clock=clock
@@ -560,9 +552,9 @@ def _verdict(
         _report_extra(move, source, target, clock)
         if not queries.open_mismatches(move):
             raise CountsDiffer(
-                f"{move.source_store} counts {ours.sessions:,} sessions,"
-                f" {ours.events:,} events; {move.target_store} {theirs.sessions:,},"
-                f" {theirs.events:,}, although every session is equal."
+                f"{move.source_store} counts {ours.sessions:,} sessions of {ours.users:,} users,"
+                f" {move.target_store} {theirs.sessions:,} of {theirs.users:,}, although every"
+                " session is equal."
             )
         return Wait(note="The target holds sessions that the source does not")
     # Last: a writer that got past everything else shows here.
@@ -573,7 +565,7 @@ def _verdict(
         )
     return Go(
         Phase.TARGET,
-        f"{ours.sessions:,} sessions, {ours.events:,} events equal on both sides",
+        f"{ours.sessions:,} sessions of {ours.users:,} users are equal on both sides",
         {"waiting_for": "", **_stage("")},
     )
 

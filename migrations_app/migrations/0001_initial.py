@@ -74,7 +74,6 @@ class Migration(migrations.Migration):
                 ('copy_rate', models.FloatField(blank=True, null=True)),
                 ('verify_rate', models.FloatField(blank=True, null=True)),
                 ('scan_seconds', models.FloatField(blank=True, null=True)),
-                ('gone_seconds', models.FloatField(blank=True, null=True)),
                 ('mark_seconds', models.FloatField(blank=True, null=True)),
                 ('shared_rate', models.FloatField(blank=True, null=True)),
                 ('fence_closed_at', models.DateTimeField(blank=True, null=True)),

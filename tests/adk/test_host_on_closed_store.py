@@ -71,7 +71,7 @@ def let_agents_write(write: bool) -> None:
 
 def events() -> int:
     with open_store("adk-sql", "env:STORE", app_name="support.acme") as store:
-        return store.counts().events
+        return store.survey().events
 
 
 async def test_a_turn_is_draining_and_writes_nothing(host: Host, client: PolicyClient) -> None:

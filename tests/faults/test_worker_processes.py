@@ -25,7 +25,10 @@ from tests.faults.test_every_moment import assert_moved
 from tests.stores import Raw
 from tests.world import APP, Clock, Killer, World
 
-pytestmark = [pytest.mark.django_db(transaction=True, serialized_rollback=True), pytest.mark.timeout(200)]
+pytestmark = [
+    pytest.mark.django_db(transaction=True, serialized_rollback=True),
+    pytest.mark.timeout(200),
+]
 
 LEASE_SECONDS = 1.5
 KILLS = 12
