@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 # A function call that nothing followed, or a turn that was told to stop.
 _INTERRUPTED = """
-SELECT user_id, id, count(*) OVER () FROM (SELECT s.user_id, s.id,
-  (SELECT e.event_data FROM events e WHERE e.app_name = s.app_name AND e.user_id = s.user_id AND e.session_id = s.id
-  ORDER BY e.timestamp DESC, e.id DESC LIMIT 1) AS d
+SELECT user_id, id, count(*) OVER () FROM (
+  SELECT s.user_id, s.id, (SELECT e.event_data FROM events e
+    WHERE e.app_name = s.app_name AND e.user_id = s.user_id AND e.session_id = s.id
+    ORDER BY e.timestamp DESC, e.id DESC LIMIT 1) AS d
   FROM sessions s WHERE s.app_name = :app)
 WHERE json_valid(d) AND (json_extract(d, '$.error_code') = 'INVOCATION_ABORTED'
   OR EXISTS (SELECT 1 FROM json_each(d, '$.content.parts') p
