@@ -247,40 +247,55 @@ def lost_instances(*, now: datetime) -> int:
 
 
 def attention(*, now: datetime) -> list[Attention]:
-    """Return lost and silent instances; the caller sorts them with the rest."""
+    """Return lost and silent instances; the caller sorts them with the rest.
+
+    A few that were lost have a line each, many of one cell one line together.
+    """
     items = []
     for line in cell_lines(now=now):
-        for row in line.lost:
-            items.append(
-                Attention(
-                    rank=LOST_RANK,
-                    status=Status("lost", "Lost"),
-                    title=f"Instance {row.name} stopped renewing its lease",
-                    text=f"{line.cell} runs on {line.alive} of {line.instances}.",
-                    since=row.gone_at or row.lease_until,
-                    kind="cell",
-                    key=line.cell.slug,
-                    label=row.name,
-                )
-            )
+        runs = f"{line.cell} runs on {line.alive} of {line.instances}."
+        if len(line.lost) > NAMED:
+            title = f"{counted(len(line.lost), 'instance')} of {line.cell} stopped renewing leases"
+            items.append(_about(line, "lost", title, f"{_named(line.lost)}. {runs}", line.lost))
+        else:
+            for row in line.lost:
+                title = f"Instance {row.name} stopped renewing its lease"
+                items.append(_about(line, "lost", title, runs, [row], label=row.name))
         if line.silent:
-            names = ", ".join(row.name for row in line.silent[:NAMED])
-            more = f" and {len(line.silent) - NAMED} more" if len(line.silent) > NAMED else ""
             are = "is" if len(line.silent) == 1 else "are"
-            items.append(
-                Attention(
-                    rank=SILENT_RANK,
-                    status=Status("warn", "Silent"),
-                    title=f"{counted(len(line.silent), 'instance')} of {line.cell} {are} silent",
-                    text=f"{names}{more} may go on serving until the lease ends; a fence in"
-                    f" {line.cell} would wait for them.",
-                    since=min(row.reported_at or row.joined_at for row in line.silent),
-                    kind="cell",
-                    key=line.cell.slug,
-                    label=line.cell.slug,
-                )
+            title = f"{counted(len(line.silent), 'instance')} of {line.cell} {are} silent"
+            text = (
+                f"{_named(line.silent)} may go on serving until the lease ends; a fence in"
+                f" {line.cell} would wait."
             )
+            items.append(_about(line, "silent", title, text, line.silent))
     return items
+
+
+def _about(
+    line: CellLine,
+    what: str,
+    title: str,
+    text: str,
+    rows: Sequence[RuntimeInstance],
+    label: str = "",
+) -> Attention:
+    lost = what == "lost"
+    return Attention(
+        rank=LOST_RANK if lost else SILENT_RANK,
+        status=Status("lost", "Lost") if lost else Status("warn", "Silent"),
+        title=title,
+        text=text,
+        since=min(row.gone_at or row.reported_at or row.joined_at for row in rows),
+        kind="cell",
+        key=line.cell.slug,
+        label=label or f"{line.cell}-{what}",
+    )
+
+
+def _named(rows: Sequence[RuntimeInstance]) -> str:
+    names = ", ".join(row.name for row in rows[:NAMED])
+    return f"{names} and {len(rows) - NAMED} more" if len(rows) > NAMED else names
 
 
 # --- tenants ----------------------------------------------------------------------------------

@@ -105,6 +105,21 @@ def test_an_abort_goes_by_keyboard_from_the_button_to_the_audit(
     assert move.abort_reason == entry.reason == "the target is too slow"
 
 
+def test_focus_comes_back_to_a_button_that_was_drawn_anew_meanwhile(
+    here: make.Cast, at: datetime, windows: Windows
+) -> None:
+    move = scene.move(here, Phase.VERIFY, now=at)
+    page = windows().open(address(move))
+    page.focus(f"#act-{move}-abort")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    settle(move, failures=2, failure="no answer")
+    expect(page.locator("#move-head")).to_contain_text("Blocked in VERIFY", timeout=3_000)
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    assert page.evaluate("document.activeElement.id") == f"act-{move}-abort"
+
+
 def test_a_dialog_without_a_reason_is_not_sent(
     here: make.Cast, at: datetime, windows: Windows
 ) -> None:

@@ -12,6 +12,7 @@ from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from migrations_app.panels import fence, head, lists, overview, progress
 from migrations_app.panels.seen import Seen, seen
+from tenants import panels as tenants_panels
 from tests import make, scene
 
 Moving = Callable[..., TenantMigration]
@@ -209,3 +210,38 @@ def test_a_list_of_many_moves_takes_as_many_reads_as_one_of_few(
         scene.move(here, Phase.SOAK, now=at, tenant=tenant)
     with django_assert_max_num_queries(4):
         assert len(lists.live_moves(now=at)) == 30
+
+
+def test_a_lost_instance_is_news_until_one_of_its_name_comes_back(
+    here: make.Cast, at: datetime
+) -> None:
+    row = here.cell.instances.get(name="eu1-a-1")
+    row.gone_at, row.gone_why = at, "lapsed"
+    row.save()
+    (item,) = tenants_panels.attention(now=at)
+    assert item.title == "Instance eu1-a-1 stopped renewing its lease"
+    assert item.text == "cell-eu1-a runs on 1 of 2."
+    assert tenants_panels.lost_instances(now=at) == 1
+    scene.instances(here.cell, ["eu1-a-1"], now=at)
+    assert tenants_panels.attention(now=at) == []
+    assert tenants_panels.lost_instances(now=at) == 0
+
+
+def test_an_instance_that_left_is_not_lost(here: make.Cast, at: datetime) -> None:
+    here.cell.instances.update(gone_at=at, gone_why="left")
+    assert tenants_panels.lost_instances(now=at) == 0
+
+
+def test_a_cell_that_went_dark_is_one_line(here: make.Cast, at: datetime) -> None:
+    scene.instances(here.cell, [f"more-{number}" for number in range(8)], now=at)
+    here.cell.instances.update(gone_at=at, gone_why="lapsed")
+    (item,) = tenants_panels.attention(now=at)
+    assert item.title == "10 instances of cell-eu1-a stopped renewing leases"
+    assert item.text.endswith("and 6 more. cell-eu1-a runs on 0 of 10.")
+
+
+def test_silent_instances_of_a_cell_are_one_line(here: make.Cast, at: datetime) -> None:
+    later = at + timedelta(minutes=2)
+    here.other_cell.instances.update(polled_at=later, reported_at=later)
+    (item,) = tenants_panels.attention(now=later)
+    assert item.title == "2 instances of cell-eu1-a are silent"
