@@ -24,10 +24,12 @@ def changed(seen: Seen, samples: Sequence[Sample]) -> dict[str, Any]:
     seconds = (samples[-1].at - samples[0].at).total_seconds() if samples else 0.0
     ticks = "%H:%M" if seconds > SHORT_SECONDS else "%H:%M:%S"
     times = [f"{sample.at:%Y-%m-%d %H:%M:%S}" for sample in samples]
+    # One point makes no line.
+    mode = "lines" if len(samples) > 2 else "lines+markers"
     again = any(sample.passes > 1 for sample in samples)
     copied: dict[str, Any] = {
         "type": "scatter",
-        "mode": "lines",
+        "mode": mode,
         "name": "copied in all",
         "x": times,
         "y": [sample.copied for sample in samples],
@@ -44,7 +46,7 @@ def changed(seen: Seen, samples: Sequence[Sample]) -> dict[str, Any]:
         data = [
             {
                 "type": "scatter",
-                "mode": "lines",
+                "mode": mode,
                 "name": "changed",
                 "x": times,
                 "y": [sample.changed if sample.passes > 1 else None for sample in samples],

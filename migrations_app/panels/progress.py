@@ -120,7 +120,7 @@ def track(seen: Seen, *, now: datetime) -> Track:
             glyph = "aborted"
         else:
             glyph = "done" if at is not None else "waiting"
-        bar = share_of(move.done, move.todo) if current and phase in MEASURED else None
+        bar = _measure(seen, now)[2] if current and phase in MEASURED and move.todo else None
         if current and phase == Phase.SOAK and move.soak_until and at:
             bar = share_of((now - at).total_seconds(), (move.soak_until - at).total_seconds())
         steps.append(
@@ -310,7 +310,8 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
         return str(green), f"of {counted(len(move.checks), 'check')} green", share
     if phase == Phase.SOAK and move.soak_until is not None:
         left = max(0.0, (move.soak_until - now).total_seconds())
-        share = share_of(move.soak_seconds - left, move.soak_seconds) or 100.0
+        past = share_of(move.soak_seconds - left, move.soak_seconds)
+        share = 100.0 if past is None else past
         return elapsed(left), f"left of {limit(move.soak_seconds)}", share
     if phase == Phase.DRAIN:
         # The phase is settled a moment before its fence closes.
@@ -360,9 +361,10 @@ def current_rate(move: TenantMigration, *, now: datetime) -> float | None:
 def rate_of_phase(move: TenantMigration, now: datetime) -> float | None:
     """Return the rate since the phase began, for phases that are not sampled."""
     seconds = (now - move.phase_since).total_seconds()
-    if move.phase not in TIMED or move.phase == Phase.BACKFILL or seconds <= 0 or not move.done:
+    if move.phase not in TIMED or move.phase == Phase.BACKFILL or seconds <= 0:
         return None
-    return min(move.done, move.todo) / seconds
+    # A phase that has passed every session waits for something else by now.
+    return move.done / seconds if 0 < move.done < move.todo else None
 
 
 def rate_between(samples: Sequence[tuple[datetime, int]]) -> float | None:
@@ -480,6 +482,11 @@ def _notice(seen: Seen) -> tuple[str, Status | None]:
         return why_aborted(move), Status("aborted", "Why")
     if move.pause_requested_at and seen.phase not in UNPAUSABLE:
         return f"By {move.pause_requested_by}: {move.pause_reason}", Status("paused", "Paused")
+    if seen.open_mismatches and seen.phase in (Phase.BACKFILL, Phase.VERIFY):
+        blocks = "blocks" if seen.open_mismatches == 1 else "block"
+        what = "TARGET" if seen.phase == Phase.VERIFY else "the fence"
+        text = f"{counted(seen.open_mismatches, 'mismatch', 'mismatches')} {blocks} {what}:"
+        return f"{text} re-copy below, or abort.", Status("blocked", "Blocked")
     if seen.ready:
         text = "Waits for somebody to start the drain. Passes go on meanwhile."
         return text, Status("waiting", "Ready")

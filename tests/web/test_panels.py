@@ -47,6 +47,27 @@ def test_a_comparison_is_timed_since_its_phase_began(moving: Moving, at: datetim
     assert said["ETA at this rate"].endswith(", in 4s")
 
 
+def test_a_phase_that_waits_after_its_last_session_has_no_rate_and_no_full_bar(
+    moving: Moving, at: datetime
+) -> None:
+    move = moving(Phase.VERIFY, done=scene.SESSIONS, stage="end")
+    scene.mismatches(move, now=at)
+    panel = progress.progress(read(move), now=at)
+    assert rows(move, at)["Rate, this phase"] == "–"
+    assert panel.bar + panel.bad == 99.0
+    assert panel.notice == "3 mismatches block TARGET: re-copy below, or abort."
+    (step,) = [step for step in progress.track(read(move), now=at).steps if step.current]
+    assert step.bar == 99.0
+
+
+def test_a_soak_begins_empty_and_ends_full(moving: Moving, at: datetime) -> None:
+    move = moving(Phase.SOAK, into=0.0)
+    assert progress.progress(read(move), now=at).bar == 0
+    later = at + timedelta(hours=73)
+    assert progress.progress(read(move), now=later).bar == 100
+    assert head.head(read(move), now=later).tags[0].word == "Waiting in SOAK"
+
+
 def test_the_quote_stands_before_the_fence(moving: Moving, at: datetime) -> None:
     move = moving(
         Phase.BACKFILL,
