@@ -318,9 +318,11 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
         waited = (now - (move.fence_closed_at or move.phase_since)).total_seconds()
         share = share_of(waited, move.drain_bound_seconds) or 0.0
         return elapsed(waited), f"of at most {limit(move.drain_bound_seconds)}", share
-    if phase in (Phase.TARGET, Phase.DONE):
-        words = "sessions moved" if phase == Phase.DONE else "sessions, equal on both sides"
-        return count(move.sessions), words, 100.0
+    if phase == Phase.DONE:
+        # Sessions were born while it copied: what was deleted is what had been moved.
+        return count(move.deleted + move.left_behind), "sessions moved", 100.0
+    if phase == Phase.TARGET:
+        return count(move.stamps.count()), "sessions, equal on both sides", 100.0
     if phase in (Phase.REOPEN, Phase.ABORTED):
         return count(move.copied), "sessions had been copied", 0.0
     if not move.todo:
