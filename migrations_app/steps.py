@@ -262,7 +262,10 @@ def _copy_changed(
 ) -> copying.Swept:
     """Sweep the source and copy what differs from its recorded stamp, chunk after chunk."""
     pace = move.pace_per_second if compare else None
-    chunk = copying.chunk_size(move)
+    # With the fence closed nobody of the tenant waits for a chunk, only the fence does; on
+    # SQLite other tenants' turns still wait for the file.
+    fenced = not compare and move.stamps_prove
+    chunk = copying.CHUNK_MOST if fenced else copying.chunk_size(move)
     if pace is not None:
         # One second's worth, then a rest: that keeps the store's load even.
         chunk = max(1, min(chunk, int(pace)))
@@ -372,7 +375,9 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
     if late := _past(move, clock):
         return late
     if move.drained_at is None:
-        return _await_proof(move, clock)
+        unproven = _await_proof(move, clock)
+        if unproven is not None:
+            return unproven
     with copying.opened(move, move.source_store) as source:
         try:
             source.take(mover=False, agents=False)
@@ -414,7 +419,8 @@ def _close_fence(move: TenantMigration, clock: Clock) -> Outcome:
     return Wait(note=f"Fence closed at policy version {row.fence_version}")
 
 
-def _await_proof(move: TenantMigration, clock: Clock) -> Outcome:
+def _await_proof(move: TenantMigration, clock: Clock) -> Outcome | None:
+    """Return None once every instance has acknowledged, nothing is in flight, and that is kept."""
     assert move.fence_version is not None
     assert move.fence_closed_at is not None
     until = time.monotonic() + POLL_FOR_SECONDS
@@ -424,7 +430,7 @@ def _await_proof(move: TenantMigration, clock: Clock) -> Outcome:
             move.source_cell, move.tenant, move.fence_version, now=now
         )
         if proof.drained and _accept(move, proof.lapsed, now):
-            return Wait(note="Every instance acknowledged, nothing in flight")
+            return None
         waited = (now - move.fence_closed_at).total_seconds()
         if waited > move.drain_bound_seconds:
             missing = [w.name for w in proof.instances if w.state in ("missing", "draining")]
@@ -448,6 +454,8 @@ def _accept(move: TenantMigration, lapsed: Sequence[int], now: Any) -> bool:
         row.drained_at = now
         row.waiting_for = ""
         row.save(update_fields=["drained_at", "waiting_for"])
+        note = "Every instance acknowledged, nothing in flight"
+        row.events.create(at=now, who="mover", was=row.phase, now=row.phase, note=note)
     return True
 
 
