@@ -23,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,7 +123,7 @@ class Feed:
         self._places: dict[str, Place] = {}
         self._since = ""
         self._read_at = 0.0
-        self._lock = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
 
     def where(self, tenant: str) -> Place | None:
         """Return where the tenant lives, as far as this feed has been read."""
@@ -130,19 +131,24 @@ class Feed:
 
     async def read(self) -> None:
         """Ask for what changed; at most a few times a second, however many clients ask."""
-        async with self._lock:
-            if time.monotonic() - self._read_at < FEED_SECONDS:
-                return
-            path = "/api/v1/placement" + (f"?since={self._since}" if self._since else "")
-            with contextlib.suppress(OSError):
-                status, _, body = await asyncio.to_thread(
-                    self._transport, "GET", path, None, self._headers
-                )
-                if status == 200:
-                    self._take(json.loads(body))
-                elif status != 304:
-                    log.warning("the placement feed answered %s", status)
-            self._read_at = time.monotonic()
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        # A client that is cancelled here leaves the connection to the others in one piece.
+        await asyncio.shield(self._reading)
+
+    async def _read(self) -> None:
+        if time.monotonic() - self._read_at < FEED_SECONDS:
+            return
+        path = "/api/v1/placement" + (f"?since={self._since}" if self._since else "")
+        with contextlib.suppress(OSError, HTTPException):
+            status, _, body = await asyncio.to_thread(
+                self._transport, "GET", path, None, self._headers
+            )
+            if status == 200:
+                self._take(json.loads(body))
+            elif status != 304:
+                log.warning("the placement feed answered %s", status)
+        self._read_at = time.monotonic()
 
     def _take(self, answer: dict[str, Any]) -> None:
         rows = {

@@ -49,7 +49,8 @@ def role(server_url: str, source: Place) -> Iterator[str]:
     name = f"agent_{secrets.token_hex(4)}"
     with psycopg.connect(source.url, autocommit=True) as admin:
         role = sql.Identifier(name)
-        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
+        # Its name is its password: the server may ask for one.
+        admin.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(role, sql.Literal(name)))
         admin.execute(sql.SQL("GRANT USAGE ON SCHEMA public TO {}").format(role))
         admin.execute(
             sql.SQL(
@@ -130,7 +131,7 @@ def test_a_writer_older_than_the_guard_row_is_named_until_it_ends(source: Place)
 
 
 def test_a_writer_of_another_role_is_named_too(live: Place, role: str) -> None:
-    with live.open() as store, psycopg.connect(live.url, user=role) as old:
+    with live.open() as store, psycopg.connect(live.url, user=role, password=role) as old:
         old.execute("SELECT count(*) FROM sessions")
         noted = store.older_writers()
         assert len(noted) == 1
@@ -152,7 +153,7 @@ def test_our_own_handle_is_not_an_older_writer(live: Place) -> None:
 
 
 def test_a_role_without_rights_on_the_guard_writes_while_it_is_open(live: Place, role: str) -> None:
-    with psycopg.connect(live.url, user=role, autocommit=True) as agent:
+    with psycopg.connect(live.url, user=role, password=role, autocommit=True) as agent:
         places.put_event(agent, ACME, *S0, "mine", second=30)
         places.put_event(agent, BOLT, "u0", "s0", "mine", second=30)
         close(live)
@@ -173,7 +174,7 @@ def test_a_callers_search_path_does_not_fool_the_trigger(live: Place, role: str)
             "CREATE OPERATOR mine.= (LEFTARG = varchar, RIGHTARG = varchar, FUNCTION = mine.never)"
         )
         try:
-            with psycopg.connect(live.url, user=role, autocommit=True) as agent:
+            with psycopg.connect(live.url, user=role, password=role, autocommit=True) as agent:
                 agent.execute("SET search_path = mine, pg_catalog, public")
                 with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
                     agent.execute(

@@ -491,14 +491,14 @@ def limited(place: Place, right: str) -> Iterator[Place]:
     """Yield the same store under a user that has only this right on its tables."""
     with psycopg.connect(place.url, autocommit=True) as admin:
         admin.execute("DROP ROLE IF EXISTS limited")
-        admin.execute("CREATE ROLE limited LOGIN")
+        admin.execute("CREATE ROLE limited LOGIN PASSWORD 'limited'")
         admin.execute(
             sql.SQL("GRANT {} ON ALL TABLES IN SCHEMA public TO limited").format(sql.SQL(right))
         )
         admin.execute("GRANT USAGE ON SCHEMA public TO limited")
         monkeypatch = pytest.MonkeyPatch()
         rest = place.url.rpartition("@")[2]
-        monkeypatch.setenv("STORE_LIMITED", f"postgresql://limited@{rest}")
+        monkeypatch.setenv("STORE_LIMITED", f"postgresql://limited:limited@{rest}")
         try:
             yield replace(place, reference="env:STORE_LIMITED")
         finally:
