@@ -292,7 +292,7 @@ class _Line:
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
         self._key: str | None = None
-        self._last = ""
+        self._shown = self._printed = ""
 
     def __enter__(self) -> _Line:
         return self
@@ -303,10 +303,14 @@ class _Line:
             print(f"\r{text[:width]:<{width}}", end="", flush=True)
         elif key != self._key:
             print(text, flush=True)
-        self._key, self._last = key, text
+            self._printed = text
+        self._key, self._shown = key, text
 
     def __exit__(self, *exception: object) -> None:
-        print("" if self._terminal else self._last, flush=True)
+        if self._terminal:
+            print(flush=True)
+        elif self._shown != self._printed:
+            print(self._shown, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from django.conf import settings
+from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
@@ -23,6 +24,8 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, host: str, port: int, **options: Any) -> None:
         call_command("migrate", verbosity=0)
+        if not User.objects.exists():
+            self.stdout.write("Nobody can sign in yet: python manage.py createsuperuser")
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         logs = settings.HOME / "log"
         try:
