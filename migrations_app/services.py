@@ -355,7 +355,17 @@ def _pair_checks(
     checks.append(
         Check("Values", not blocking, _named(blocking) or "nothing that the target can't hold")
     )
+    if source.interrupted:
+        checks.append(Check("Interrupted turns", True, _interrupted(source)))
     return checks
+
+
+def _interrupted(source: Survey) -> str:
+    """List the sessions whose last turn was cut short: they are copied as they are."""
+    names = [f"{key.session_id} of {key.user_id}" for key in source.interrupted_keys]
+    more = source.interrupted - len(names)
+    listed = ", ".join(names) + (f" and {more:,} more" if more else "")
+    return f"{source.interrupted:,} sessions end in one and are copied as they are: {listed}"
 
 
 def _named(findings: list[Finding]) -> str:

@@ -103,16 +103,15 @@ class World:
 
     def start(self, **options: Any) -> TenantMigration:
         """Start the move that every test is about; it runs by itself unless told otherwise."""
-        chosen = {"automatic": True, "offboard_automatically": True, "soak_seconds": 60.0} | options
-        return services.start(
-            self.cast.acme,
-            target_cell=self.cast.other_cell,
-            target_store=self.cast.other_store,
-            by="ada",
-            reason="more room",
-            now=self.clock(),
-            **chosen,
-        )
+        chosen = {
+            "target_cell": self.cast.other_cell,
+            "target_store": self.cast.other_store,
+            "reason": "more room",
+            "automatic": True,
+            "offboard_automatically": True,
+            "soak_seconds": 60.0,
+        }
+        return services.start(self.cast.acme, by="ada", now=self.clock(), **chosen | options)
 
     def step(self) -> TenantMigration:
         """Let time pass until the move is due, and a worker take one step, which may kill it."""
