@@ -86,6 +86,9 @@ class Tenant(models.Model):
         max_length=10, default=Tier.POOLED, choices=[(t.value, t.value) for t in Tier]
     )
     created_at = models.DateTimeField(auto_now_add=True)
+    # Until when the sessions that runtimes report as served are kept (DirtyLine).
+    # NULL: never asked for. Past: over; what was kept is swept.
+    tracked_until = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         constraints = [
@@ -312,7 +315,10 @@ class UsageLine(models.Model):
 
 
 class DirtyLine(models.Model):
-    """A session that was served while its tenant moved. Feeds the forecast. Append-only."""
+    """A session that was served while its tenant was tracked. Feeds the forecast of a move.
+
+    Append-only; swept once the tracking has ended.
+    """
 
     tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="dirty_lines")
     user_id = models.CharField(max_length=128)

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 SLOW_POLL_NOTED = timedelta(seconds=15)
 TOKEN_USE_NOTED = timedelta(minutes=1)
 WHO_MAX = 150
+# Lines of ended tracking that one sweep deletes: a short statement, however many there are.
+DIRTY_SWEPT_MOST = 10_000
 
 Row = TypeVar("Row", bound=models.Model)
 
@@ -436,6 +438,16 @@ def hurry(cells: Iterable[Cell], *, until: datetime | None) -> None:
         rows.filter(fast_until__lt=until).update(fast_until=until)
 
 
+def track(tenant: Tenant, *, until: datetime) -> None:
+    """Keep what runtimes report as served of the tenant until then, for a move's forecast.
+
+    One UPDATE, in the caller's transaction if there is one. It never shortens.
+    """
+    Tenant.objects.filter(Q(tracked_until=None) | Q(tracked_until__lt=until), pk=tenant.pk).update(
+        tracked_until=until
+    )
+
+
 def _next_version(locked: Cell) -> int:
     """Raise the policy version of a cell whose row this transaction has locked; return it."""
     locked.policy_version += 1
@@ -747,7 +759,12 @@ def declare_dead(
 
 
 def sweep(*, now: datetime) -> int:
-    """Mark instances gone whose lease, margin and longest turn are over; return how many."""
+    """Mark instances gone whose lease, margin and longest turn are over; return how many.
+
+    Deletes also what was kept of tenants that are no longer tracked, a bounded part a run.
+    """
+    ended = DirtyLine.objects.exclude(tenant__tracked_until__gt=now).order_by("pk")
+    DirtyLine.objects.filter(pk__in=ended.values("pk")[:DIRTY_SWEPT_MOST]).delete()
     swept = 0
     for pk in queries.lapsed_instances(now=now):
         # One row a transaction: a fence that settles meanwhile waits for one row at most.
@@ -762,11 +779,16 @@ def _keep_lines(row: RuntimeInstance, said: Report, now: datetime) -> None:
     if not slugs:
         return
     # Tombstones are never purged, so a tenant that has just left is still known here.
-    known = dict(
-        PolicyEntry.objects.filter(cell=row.cell_id, tenant__slug__in=slugs).values_list(
-            "tenant__slug", "tenant_id"
-        )
-    )
+    entries = PolicyEntry.objects.filter(cell=row.cell_id, tenant__slug__in=slugs)
+    known: dict[str, int] = {}
+    # Runtimes report every session that they served, always; only a move's forecast reads them.
+    tracked: set[str] = set()
+    for slug, pk, until in entries.values_list(
+        "tenant__slug", "tenant_id", "tenant__tracked_until"
+    ):
+        known[slug] = pk
+        if until is not None and now < until:
+            tracked.add(slug)
     if unknown := sorted(slugs - known.keys()):
         log.warning(
             "%s reported %d tenants that %s never had, such as %s; their lines are left out",
@@ -793,7 +815,7 @@ def _keep_lines(row: RuntimeInstance, said: Report, now: datetime) -> None:
             tenant_id=known[line.tenant], user_id=line.user_id, session_id=line.session_id, at=now
         )
         for line in said.dirty
-        if line.tenant in known
+        if line.tenant in tracked
     )
 
 

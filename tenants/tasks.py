@@ -10,5 +10,5 @@ from tenants import services
 
 @shared_task(name="tenants.sweep")
 def sweep() -> None:
-    """Mark instances gone whose lease and longest turn are over."""
+    """Mark lapsed instances gone; delete what was kept of tenants that are no longer tracked."""
     services.sweep(now=database_now())

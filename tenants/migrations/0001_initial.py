@@ -127,6 +127,7 @@ class Migration(migrations.Migration):
                 ('weight', models.FloatField(default=1.0)),
                 ('tier', models.CharField(choices=[('pooled', 'pooled'), ('bridge', 'bridge'), ('silo', 'silo')], default=tenants.domain.names.Tier['POOLED'], max_length=10)),
                 ('created_at', models.DateTimeField(auto_now_add=True)),
+                ('tracked_until', models.DateTimeField(blank=True, null=True)),
                 ('agent', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='tenants', to='tenants.agent')),
             ],
         ),

@@ -139,8 +139,9 @@ def test_the_cadence_follows_a_move(agent: PolicyClient, cast: make.Cast) -> Non
 
 
 def test_usage_and_served_sessions_arrive_once_over_a_network_that_loses_answers(
-    agent: PolicyClient, network: Network
+    agent: PolicyClient, cast: make.Cast, network: Network
 ) -> None:
+    services.track(cast.acme, until=database_now() + timedelta(hours=1))
     for number in range(9):
         agent.usage.turn("acme")
         agent.usage.model_call("acme", 18)
@@ -202,7 +203,8 @@ def test_a_restored_database_is_told_apart_by_its_epoch(
     assert RuntimeInstance.objects.get(key=agent.instance).applied_epoch == "0123456789ab"
 
 
-def test_ids_that_no_column_can_hold_cost_no_report(agent: PolicyClient) -> None:
+def test_ids_that_no_column_can_hold_cost_no_report(agent: PolicyClient, cast: make.Cast) -> None:
+    services.track(cast.acme, until=database_now() + timedelta(hours=1))
     for session in ("x" * 500, "a\0b", "\udcc3", "s1"):
         agent.usage.served("acme", "u", session)
     agent.tick()

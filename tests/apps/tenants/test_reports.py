@@ -64,8 +64,9 @@ def test_an_accepted_report_renews_the_lease_and_keeps_its_word(
 
 @pytest.mark.django_db
 def test_a_report_is_a_handful_of_statements(
-    joined: Any, now: datetime, django_assert_max_num_queries: Any
+    cast: make.Cast, joined: Any, now: datetime, django_assert_max_num_queries: Any
 ) -> None:
+    services.track(cast.acme, until=now + timedelta(hours=1))
     said = joined.next_report(
         usage=tuple(usage(now, tenant, turns=1) for tenant in ("acme", "bolt", "core")),
         dirty=tuple(Dirty("acme", "u", f"s{n}") for n in range(50)),
@@ -213,10 +214,11 @@ def test_a_token_of_another_cell_may_not_report_or_leave(
 def test_lines_of_tenants_that_the_cell_never_had_are_left_out_and_noted(
     cast: make.Cast, joined: Any, now: datetime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make.tenant("dune", cell=cast.other_cell, store=cast.other_store, now=now)
+    dune = make.tenant("dune", cell=cast.other_cell, store=cast.other_store, now=now)
+    services.track(dune, until=now + timedelta(hours=1))
     said = joined.next_report(
         usage=(usage(now, turns=1), usage(now, "nobody", turns=1), usage(now, "dune", turns=1)),
-        dirty=(Dirty("nobody", "u", "s"),),
+        dirty=(Dirty("nobody", "u", "s"), Dirty("dune", "u", "s")),
     )
     services.report(said, now=now)
     assert (UsageLine.objects.count(), DirtyLine.objects.count()) == (1, 0)
@@ -233,6 +235,63 @@ def test_a_tenant_that_has_just_left_is_still_counted(
         )
     services.report(joined.next_report(usage=(usage(now, turns=4),)), now=now)
     assert turns() == 4
+
+
+@pytest.mark.django_db
+def test_served_sessions_are_kept_only_while_their_tenant_is_tracked(
+    cast: make.Cast, joined: Any, now: datetime
+) -> None:
+    end = now + timedelta(seconds=60)
+    services.track(cast.acme, until=end)
+
+    def kept(at: datetime) -> set[tuple[str, str]]:
+        both = tuple(Dirty(slug, "u", f"s{at.minute}") for slug in ("acme", "bolt"))
+        services.report(joined.next_report(dirty=both), now=at)
+        lines = DirtyLine.objects.filter(at=at)
+        return set(lines.values_list("tenant__slug", "session_id"))
+
+    assert kept(now) == {("acme", "s0")}
+    assert kept(end) == set()
+    # A tenant's tracking may begin anew.
+    services.track(cast.acme, until=end + timedelta(minutes=5))
+    assert kept(end + timedelta(minutes=2)) == {("acme", "s3")}
+
+
+@pytest.mark.django_db
+def test_tracking_is_never_shortened_and_is_one_statement(
+    cast: make.Cast, now: datetime, django_assert_num_queries: Any
+) -> None:
+    end = now + timedelta(hours=1)
+    with django_assert_num_queries(1):
+        services.track(cast.acme, until=end)
+    services.track(cast.acme, until=now)
+    cast.acme.refresh_from_db()
+    assert cast.acme.tracked_until == end
+    services.track(cast.acme, until=end + timedelta(seconds=1))
+    cast.acme.refresh_from_db()
+    assert cast.acme.tracked_until == end + timedelta(seconds=1)
+
+
+@pytest.mark.django_db
+def test_the_sweep_deletes_lines_of_ended_tracking_and_a_bounded_part_of_them(
+    cast: make.Cast, joined: Any, now: datetime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = now + timedelta(seconds=60)
+    services.track(cast.acme, until=end)
+    services.track(cast.bolt, until=end + timedelta(hours=1))
+    said = tuple(Dirty(slug, "u", f"s{n}") for slug in ("acme", "bolt") for n in range(5))
+    services.report(joined.next_report(dirty=said), now=now)
+
+    def left() -> tuple[int, int]:
+        return cast.acme.dirty_lines.count(), cast.bolt.dirty_lines.count()
+
+    services.sweep(now=end - timedelta(milliseconds=1))
+    assert left() == (5, 5)
+    monkeypatch.setattr(services, "DIRTY_SWEPT_MOST", 3)
+    services.sweep(now=end)
+    assert left() == (2, 5)
+    services.sweep(now=end)
+    assert left() == (0, 5)
 
 
 @pytest.mark.django_db

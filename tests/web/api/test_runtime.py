@@ -297,8 +297,9 @@ def test_a_report_out_of_bounds_is_refused_with_the_field_named(
 
 
 def test_an_id_that_can_not_be_kept_costs_its_line_and_not_the_report(
-    runtime: Any, instance: str
+    runtime: Any, instance: str, cast: make.Cast
 ) -> None:
+    services.track(cast.acme, until=database_now() + timedelta(hours=1))
     bad = ["a\0b", "\ud800", "x" * 129, 7, None, {"a": 1}]
     answer = report(
         runtime,
