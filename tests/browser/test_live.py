@@ -86,10 +86,10 @@ def test_an_abort_goes_by_keyboard_from_the_button_to_the_audit(
     expect(dialog).to_be_visible()
     expect(dialog).to_contain_text("The fence opens: acme is served on store-eu1-a again")
     # The safe button has the focus, and Escape is the same as pressing it.
-    assert page.evaluate("document.activeElement.id") == "dialog-safe"
+    expect(page.locator("#dialog-safe")).to_be_focused()
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
-    assert page.evaluate("document.activeElement.id") == button
+    expect(page.locator(f"#{button}")).to_be_focused()
     page.keyboard.press("Enter")
     expect(dialog).to_be_visible()
     page.keyboard.press("Shift+Tab")
@@ -117,7 +117,7 @@ def test_focus_comes_back_to_a_button_that_was_drawn_anew_meanwhile(
     expect(page.locator("#move-head")).to_contain_text("Blocked in VERIFY", timeout=3_000)
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_be_hidden()
-    assert page.evaluate("document.activeElement.id") == f"act-{move}-abort"
+    expect(page.locator(f"#act-{move}-abort")).to_be_focused()
 
 
 def test_a_dialog_without_a_reason_is_not_sent(
@@ -128,7 +128,7 @@ def test_a_dialog_without_a_reason_is_not_sent(
     page.click(f"#act-{move}-pause")
     page.click("#dialog-act")
     expect(page.get_by_role("dialog")).to_be_visible()
-    assert page.evaluate("document.activeElement.id") == "dialog-reason"
+    expect(page.locator("#dialog-reason")).to_be_focused()
     assert not AuditEntry.objects.filter(verb="move.pause").exists()
 
 
@@ -145,6 +145,7 @@ def test_a_dialog_of_an_older_phase_is_refused_and_shows_the_new_one(
     expect(dialog.get_by_role("alert")).to_contain_text("The page showed VERIFY")
     expect(dialog).to_be_visible()
     expect(page.locator("#dialog-reason")).to_have_value("too late")
+    expect(page.locator("#dialog-safe")).to_be_focused()
     move.refresh_from_db()
     assert move.abort_requested_at is None
 
@@ -179,7 +180,7 @@ def test_focus_and_scroll_stay_while_panels_are_drawn_anew(
     expect(page.locator("#mismatches")).to_contain_text("another difference", timeout=3_000)
     expect(page.locator("#move-log-list")).to_contain_text("The newest", timeout=3_000)
     expect(page.locator("#move-checks")).to_contain_text("12 of 12 green", timeout=3_000)
-    assert page.evaluate("document.activeElement.id") == f"recopy-{first.pk}"
+    expect(page.locator(f"#recopy-{first.pk}")).to_be_focused()
     assert page.evaluate("document.getElementById('move-log-list').scrollTop") == 300
     assert page.evaluate("document.getElementById('checks-details').open") is True
 
@@ -254,7 +255,7 @@ def test_typing_narrows_the_tenants_without_losing_the_field(
     expect(page.locator("#tenants tbody tr")).to_have_count(1)
     page.keyboard.type("t")
     expect(page.locator("#tenants tbody tr")).to_have_count(1)
-    assert page.evaluate("document.activeElement.id") == "filter-q"
+    expect(page.locator("#filter-q")).to_be_focused()
     expect(page).to_have_url(re.compile(r"/tenants/\?q=bolt&cell=&store=&tier=&sort=tenant$"))
 
 

@@ -55,7 +55,7 @@ def test_a_dialog_says_what_happens_what_is_kept_and_what_is_not(
     assert all(f"<dt>{term}</dt>" in html for term in terms)
     assert "<dt>Happens " in html
     assert 'name="reason"' in html
-    assert "autofocus" in html
+    assert "data-close" in html
     assert html.index("dialog-safe") < html.index("dialog-act")
 
 
