@@ -529,7 +529,7 @@ def add_cell(request: HttpRequest, body: CellIn) -> Status[dict[str, Any]]:
     """Register a cell (admin). Its quota is only assumed until it has been verified."""
     cell = services.add_cell(
         body.slug,
-        region=_get(Region, "region", slug=body.region),
+        region=find(Region, "region", slug=body.region),
         url=body.url,
         quota_tokens_per_minute=body.quota_tokens_per_minute,
         by=require(request, Role.ADMIN).name,
@@ -542,7 +542,7 @@ def add_cell(request: HttpRequest, body: CellIn) -> Status[dict[str, Any]]:
 def verify_quota(request: HttpRequest, slug: str, body: QuotaIn) -> dict[str, Any]:
     """Record a model quota that was looked up at the provider (admin)."""
     cell = services.verify_quota(
-        _get(Cell, "cell", slug=slug),
+        find(Cell, "cell", slug=slug),
         tokens_per_minute=body.tokens_per_minute,
         by=require(request, Role.ADMIN).name,
         now=database_now(),
@@ -554,7 +554,7 @@ def verify_quota(request: HttpRequest, slug: str, body: QuotaIn) -> dict[str, An
 def set_cell_url(request: HttpRequest, slug: str, body: UrlIn) -> dict[str, Any]:
     """Change where gateways forward the cell's turns to (admin)."""
     cell = services.set_cell_url(
-        _get(Cell, "cell", slug=slug),
+        find(Cell, "cell", slug=slug),
         url=body.url,
         by=require(request, Role.ADMIN).name,
         reason=body.reason,
@@ -574,7 +574,7 @@ def add_store(request: HttpRequest, body: OpsStoreIn) -> Status[dict[str, Any]]:
     """Register a store by reference (admin)."""
     store = services.add_store(
         body.key,
-        region=_get(Region, "region", slug=body.region),
+        region=find(Region, "region", slug=body.region),
         kind=body.kind,
         address_from=body.address_from,
         by=require(request, Role.ADMIN).name,
@@ -597,8 +597,8 @@ def add_tenant(request: HttpRequest, body: TenantIn) -> Status[dict[str, Any]]:
         body.slug,
         name=body.name,
         app_name=body.app_name,
-        cell=_get(Cell, "cell", slug=body.cell),
-        store=_get(Store, "store", key=body.store),
+        cell=find(Cell, "cell", slug=body.cell),
+        store=find(Store, "store", key=body.store),
         time_zone=body.time_zone,
         weight=body.weight,
         tier=body.tier,
@@ -624,7 +624,7 @@ def instances(
     """List runtime instances, of one cell or of all; with alive=false the gone ones too."""
     rows = RuntimeInstance.objects.select_related("cell")
     if cell is not None:
-        rows = rows.filter(cell=_get(Cell, "cell", slug=cell))
+        rows = rows.filter(cell=find(Cell, "cell", slug=cell))
     if alive:
         rows = rows.filter(gone_at=None)
     return _page(rows, "key", after, _instance)
@@ -636,7 +636,7 @@ def instances(
 def declare_dead(request: HttpRequest, key: str, body: WhyIn) -> dict[str, Any]:
     """Declare an instance dead, so that no fence waits for it (operator, with a reason)."""
     row = services.declare_dead(
-        _get(RuntimeInstance, "instance", key=key),
+        find(RuntimeInstance, "instance", key=key),
         by=require(request, Role.OPERATOR).name,
         reason=body.reason,
         now=database_now(),
@@ -659,8 +659,8 @@ def make_token(request: HttpRequest, body: TokenIn) -> Status[dict[str, Any]]:
     token, secret = services.make_token(
         body.name,
         role=body.role,
-        cells=[_get(Cell, "cell", slug=slug) for slug in sorted(set(body.cells))],
-        tenant=_get(Tenant, "tenant", slug=body.tenant) if body.tenant else None,
+        cells=[find(Cell, "cell", slug=slug) for slug in sorted(set(body.cells))],
+        tenant=find(Tenant, "tenant", slug=body.tenant) if body.tenant else None,
         # Nobody makes a token that acts for somebody else.
         user=cast(User, request.user) if body.role is TokenRole.OPERATOR else None,
         expires_at=body.expires_at,
@@ -677,7 +677,7 @@ def make_token(request: HttpRequest, body: TokenIn) -> Status[dict[str, Any]]:
 def revoke_token(request: HttpRequest, token_id: int, body: WhyIn) -> dict[str, Any]:
     """Revoke a token (admin). It opens nothing from a second later."""
     by = require(request, Role.ADMIN).name
-    token = _get(Token, "token", pk=token_id)
+    token = find(Token, "token", pk=token_id)
     return _token_row(services.revoke_token(token, by=by, reason=body.reason, now=database_now()))
 
 
@@ -685,7 +685,8 @@ def _made(row: dict[str, Any]) -> Status[dict[str, Any]]:
     return Status(201, row)
 
 
-def _get(model: type[Row], what: str, **key: Any) -> Row:
+def find(model: type[Row], what: str, **key: Any) -> Row:
+    """Return the row that a caller names by this key. Raises NotFound."""
     row = model._default_manager.filter(**key).first()
     if row is None:
         raise NotFound(f"There is no {what} {next(iter(key.values()))}. Look for it in the list.")

@@ -11,7 +11,7 @@ from django.core.paginator import Page, Paginator
 from django.db.models import Count, Q, QuerySet
 
 from tenants import queries
-from tenants.domain.fence import Accepts, GoneWhy, lapses_at
+from tenants.domain.fence import Accepts, GoneWhy, has_lapsed
 from tenants.domain.names import Tier
 from tenants.domain.words import Status, counted
 from tenants.models import (
@@ -133,7 +133,7 @@ def instance_lines(
 
 
 def _open_state(row: RuntimeInstance, now: datetime) -> tuple[str, Status]:
-    if lapses_at(row.lease_until, row.longest_turn_seconds) <= now:
+    if has_lapsed(row, now):
         return "lapsed", Status("lost", "Lost")
     if row.polled_at is None:
         return "joining", Status("waiting", "Joining")

@@ -94,7 +94,7 @@ def fence_proof(cell: Cell, tenant: Tenant, version: int, *, now: datetime) -> P
 def live_instances(cell: Cell, *, now: datetime) -> list[RuntimeInstance]:
     """Return the cell's instances that may serve, or may soon: neither gone nor lapsed."""
     alive = RuntimeInstance.objects.filter(cell=cell, gone_at=None).order_by("name", "pk")
-    return [row for row in alive if not has_lapsed(_fact(row, "", None), now)]
+    return [row for row in alive if not has_lapsed(row, now)]
 
 
 def time_left_seconds(cell: Cell, tenant: Tenant, *, now: datetime) -> float:
@@ -117,7 +117,7 @@ def lapsed_instances(*, now: datetime) -> list[int]:
     """Return the ids of instances that can't write any more and aren't marked gone yet."""
     # A lease that has not run out has not lapsed either; the exact rule is in one place.
     rows = RuntimeInstance.objects.filter(gone_at=None, lease_until__lt=now)
-    return [row.pk for row in rows if has_lapsed(_fact(row, "", None), now)]
+    return [row.pk for row in rows if has_lapsed(row, now)]
 
 
 def policy(asking: Asking, *, since: str) -> Policy | None:

@@ -25,7 +25,7 @@ from django.db.models import Q, Subquery
 from durable.errors import Refused
 from tenants import queries
 from tenants.domain import names
-from tenants.domain.fence import FAST_MS, Accepts, GoneWhy, cadence_ms, lapses_at
+from tenants.domain.fence import FAST_MS, Accepts, GoneWhy, cadence_ms, has_lapsed, silence
 from tenants.domain.reports import Report, merged, verdict
 from tenants.domain.requests import request_id as current_request_id
 from tenants.domain.roles import TokenRole
@@ -122,6 +122,10 @@ class InstanceGone(Refused):
 
 class AlreadyGone(Refused):
     """The instance was gone before."""
+
+
+class StillAlive(Refused):
+    """The instance spoke a moment ago, so it is not dead."""
 
 
 class AnotherProcess(Refused):
@@ -266,6 +270,17 @@ def add_store(
     after = {"region": region.slug, "kind": kind, "address_from": address_from}
     audit(who=by, verb="store.add", subject=f"store {key}", after=after, now=now)
     return store
+
+
+def note_survey(store: Store, survey: Mapping[str, Any], *, now: datetime) -> None:
+    """Keep what looking at a store found, for people; the newest look stays.
+
+    One UPDATE, in the caller's transaction if there is one. Nothing changes but what is known,
+    so the audit has no line of it.
+    """
+    Store.objects.filter(Q(surveyed_at=None) | Q(surveyed_at__lte=now), pk=store.pk).update(
+        survey=_plain(survey), surveyed_at=now
+    )
 
 
 @transaction.atomic
@@ -423,19 +438,16 @@ def place(tenant: Tenant, *, cell: Cell, store: Store, by: str, reason: str, now
 
 
 @transaction.atomic
-def hurry(cells: Iterable[Cell], *, until: datetime | None) -> None:
-    """Let the runtimes of these cells poll at the fast cadence until then; None ends it.
+def hurry(cells: Iterable[Cell], *, until: datetime) -> None:
+    """Let the runtimes of these cells poll at the fast cadence until then.
 
     A later end than the one asked for stays: another move may need it.
     """
     ids = {cell.pk for cell in cells}
     _lock_cells(ids)
-    rows = Cell.objects.filter(pk__in=ids)
-    if until is None:
-        rows.update(fast_until=None)
-    else:
-        rows.filter(fast_until=None).update(fast_until=until)
-        rows.filter(fast_until__lt=until).update(fast_until=until)
+    Cell.objects.filter(Q(fast_until=None) | Q(fast_until__lt=until), pk__in=ids).update(
+        fast_until=until
+    )
 
 
 def track(tenant: Tenant, *, until: datetime) -> None:
@@ -733,13 +745,21 @@ def declare_dead(
 ) -> RuntimeInstance:
     """Mark an instance gone on a person's word, so that no fence waits for it; return its row.
 
-    The person vouches that the process has ended. Should it live, the stores that
-    moves close by themselves refuse what it writes. Raises ReasonMissing, AlreadyGone.
+    The person vouches that the process has ended; one that spoke within its last three polls
+    has not. Should it live after all, a store that closes itself refuses what it writes, and one
+    that can't does not. Raises ReasonMissing, AlreadyGone, StillAlive.
     """
-    _check_reason(reason, "declare an instance dead")
+    check_reason(reason, "declare an instance dead")
     row = RuntimeInstance.objects.select_for_update().select_related("cell").get(pk=instance.pk)
     if row.gone_at is not None:
         raise AlreadyGone(f"{row} has been gone since {row.gone_at:%Y-%m-%d %H:%M:%S} UTC already.")
+    # It reports as often as it polls.
+    spoke = max(at for at in (row.joined_at, row.polled_at, row.reported_at) if at is not None)
+    if now - spoke <= silence(row.poll_after_ms):
+        raise StillAlive(
+            f"{row} spoke at {spoke:%Y-%m-%d %H:%M:%S} UTC: it is alive, and declared dead it "
+            "would go on writing where no fence sees it. Stop it first."
+        )
     _mark_gone(row, GoneWhy.DEAD, now)
     before = {
         "in_flight": row.in_flight,
@@ -860,7 +880,7 @@ def _running(counts: Mapping[str, int]) -> dict[str, int]:
 
 def _over(row: RuntimeInstance, now: datetime) -> bool:
     """Return whether an instance can't write any more: gone, or lapsed and not yet marked."""
-    return row.gone_at is not None or lapses_at(row.lease_until, row.longest_turn_seconds) <= now
+    return row.gone_at is not None or has_lapsed(row, now)
 
 
 def _mark_gone(locked: RuntimeInstance, why: GoneWhy, now: datetime) -> None:
@@ -1056,6 +1076,7 @@ def _check_quota(tokens_per_minute: int) -> None:
         )
 
 
-def _check_reason(reason: str, to: str) -> None:
+def check_reason(reason: str, to: str) -> None:
+    """Raise ReasonMissing unless `reason` says why somebody wants this."""
     if not reason.strip():
         raise ReasonMissing(f"To {to}, say why: the audit keeps it. Give a reason.")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Protocol
 
 # How often runtimes ask when nothing moves, and from the last backfill pass of a move until
 # its fence opens.
@@ -70,6 +70,16 @@ class Proof:
     in_flight: int
 
 
+class Leased(Protocol):
+    """What a lapse is judged by: an instance's row, or its facts."""
+
+    @property
+    def lease_until(self) -> datetime: ...
+
+    @property
+    def longest_turn_seconds(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """One instance's row, as far as the fence is concerned."""
@@ -106,9 +116,18 @@ def lapses_at(lease_until: datetime, longest_turn_seconds: float) -> datetime:
     return lease_until + LEASE_MARGIN + timedelta(seconds=longest_turn_seconds)
 
 
-def has_lapsed(facts: Facts, now: datetime) -> bool:
+def has_lapsed(one: Leased, now: datetime) -> bool:
     """Return whether the instance's lease, margin and longest turn are all over."""
-    return lapses_at(facts.lease_until, facts.longest_turn_seconds) <= now
+    return lapses_at(one.lease_until, one.longest_turn_seconds) <= now
+
+
+def silence(poll_after_ms: int) -> timedelta:
+    """Return after how long without a word an instance counts as silent: three of its own polls.
+
+    >>> silence(5_000).total_seconds()
+    16.5
+    """
+    return timedelta(milliseconds=SILENT_POLLS * poll_after_ms * JITTER)
 
 
 def counts(facts: Facts) -> bool:
@@ -167,9 +186,8 @@ def _could_write(instances: Iterable[Facts], now: datetime) -> list[Facts]:
 def _listens(one: Facts, now: datetime) -> bool:
     if one.polled_at is None or one.hurried_at is None:
         return False
-    silence = timedelta(milliseconds=SILENT_POLLS * one.poll_after_ms * JITTER)
     # The poll that was told the fast cadence still came at the slow one; the next shows it.
-    return one.hurried_at < one.polled_at and now - one.polled_at <= silence
+    return one.hurried_at < one.polled_at and now - one.polled_at <= silence(one.poll_after_ms)
 
 
 def _word(

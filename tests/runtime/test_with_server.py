@@ -180,7 +180,8 @@ def test_turns_stay_counted_while_a_process_joins_anew(
 def test_an_agent_declared_dead_joins_anew(agent: PolicyClient, cast: make.Cast) -> None:
     row = RuntimeInstance.objects.get(key=agent.instance)
     agent.usage.turn("acme")
-    services.declare_dead(row, by=make.BY, reason="it hangs", now=database_now())
+    later = database_now() + timedelta(seconds=20)
+    services.declare_dead(row, by=make.BY, reason="it hangs", now=later)
     agent.tick()
     agent.tick()
     assert agent.instance != row.key

@@ -111,6 +111,34 @@ def test_the_same_empty_store_under_two_addresses_is_found_by_its_nonce(
     assert both.owner() == [("cell-eu1-a", "all")]
 
 
+def test_a_target_that_can_not_hold_rows_is_refused_and_says_why(servers: World) -> None:
+    """Chunks are read by it: without it each would read the whole store."""
+    servers.target.make_tables("env:STORE_EU1_B", APP)
+    servers.target.run("drop index idx_events_app_user_session_ts_id")
+    refused(servers, services.NotReadyToMove, "Target's rows and rights")
+
+
+def test_what_an_agent_writes_at_the_target_after_the_survey_is_never_deleted(
+    both: World,
+) -> None:
+    both.target.make_tables("env:STORE_EU1_B", APP)
+    both.start()
+
+    def write() -> None:
+        both.target.seed(APP, sessions=1, users=1)
+
+    both.killer.before["adopt"] = write
+    for _ in range(4):
+        both.step()
+    assert both.move.phase == Phase.PREPARE
+    assert "holds support.acme" in both.move.waiting_for
+    assert both.target.count(APP) == 1
+    assert both.agents_may_write(both.target)
+    services.abort(both.move, by="ada", reason="somebody is there", now=both.clock())
+    both.run()
+    assert both.target.count(APP) == 1
+
+
 def test_a_tenant_that_is_moving_is_refused(files: World) -> None:
     move = files.start()
     with pytest.raises(services.AlreadyMigrating, match=str(move)):
@@ -288,6 +316,34 @@ def test_the_deadline_moves_once(files: World) -> None:
         verb("hold_fence", seconds=30)(files)
 
 
+def test_a_fence_that_was_asked_for_can_be_taken_back(files: World) -> None:
+    files.start(automatic=False)
+    files.run(until=Phase.BACKFILL)
+    while files.move.stage != "ready":
+        files.step()
+    verb("close_fence")(files)
+    verb("cancel_fence")(files)
+    for _ in range(10):
+        files.step()
+    assert files.move.phase == Phase.BACKFILL
+    assert files.move.waiting_for == "somebody to start the drain"
+    with pytest.raises(services.NotNow):
+        verb("cancel_fence")(files)
+
+
+def test_leftovers_are_not_left_while_it_is_the_source_that_is_away(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.start()
+    files.run(until=Phase.VERIFY)
+    verb("abort")(files)
+    monkeypatch.delenv("STORE_EU1_A")
+    for _ in range(3):
+        files.step()
+    with pytest.raises(services.NotNow, match="cleaning"):
+        verb("leave_behind")(files)
+
+
 # --- what a move waits for ------------------------------------------------------------------
 
 
@@ -302,7 +358,8 @@ def test_a_fence_does_not_begin_while_an_instance_is_silent(files: World) -> Non
         files.step()
     assert files.move.phase == Phase.BACKFILL
     assert "eu1-a-1" in files.move.waiting_for
-    tenants.declare_dead(silent, by="ada", reason="its host burnt", now=files.clock())
+    silence_is_over = files.clock() + timedelta(minutes=1)
+    tenants.declare_dead(silent, by="ada", reason="its host burnt", now=silence_is_over)
     files.run(until=Phase.DRAIN)
 
 
@@ -343,6 +400,22 @@ def test_an_instance_that_never_acknowledges_aborts_the_move_by_itself(
     assert any("eu1-a-1" in event.note for event in files.move.events.all())
     assert files.source.content(APP) == before
     assert files.owner() == [("cell-eu1-a", "all")]
+
+
+def test_a_chunk_that_is_too_much_for_a_store_is_halved_until_it_fits(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Huge sessions run into the database's time limit; at the same size they would for ever."""
+    real = ports.copy
+
+    def heavy(source: Any, target: Any, keys: Any) -> Any:
+        if len(keys) > 3:
+            raise ports.base.StoreBusy("The store took too long.")
+        return real(source, target, keys)
+
+    monkeypatch.setattr(ports, "copy", heavy)
+    files.start()
+    assert files.run().phase == Phase.DONE
 
 
 def test_a_pace_holds_the_copy_back(files: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -161,3 +161,18 @@ def test_the_database_lets_no_two_cells_own_one_tenant(cast: make.Cast) -> None:
             placement_version=entry.placement_version,
             store=cast.store,
         )
+
+
+def test_the_newest_survey_of_a_store_is_kept(cast: make.Cast, now: datetime) -> None:
+    store = cast.store
+    assert (store.survey, store.surveyed_at) == (None, None)
+    services.note_survey(store, {"sessions": 7, "at": now, "keys": ("a", "b")}, now=now)
+    # One that began earlier and came later tells nothing new.
+    services.note_survey(store, {"sessions": 6}, now=now - timedelta(seconds=1))
+    store.refresh_from_db()
+    assert store.surveyed_at == now
+    assert store.survey == {"sessions": 7, "at": "2026-03-02T12:00:00Z", "keys": ["a", "b"]}
+    services.note_survey(store, {"sessions": 8}, now=now + timedelta(seconds=1))
+    store.refresh_from_db()
+    assert store.survey == {"sessions": 8}
+    assert Store.objects.get(pk=cast.other_store.pk).surveyed_at is None

@@ -157,16 +157,15 @@ def test_a_new_url_moves_the_feed_and_nobodys_placement(cast: make.Cast, now: da
 
 
 @pytest.mark.django_db
-def test_hurry_is_prolonged_never_shortened_and_ended_by_none(
-    cast: make.Cast, now: datetime
-) -> None:
+def test_hurry_is_prolonged_and_never_shortened(cast: make.Cast, now: datetime) -> None:
     both = [cast.cell, cast.other_cell]
     late, early = now + timedelta(seconds=60), now + timedelta(seconds=30)
     services.hurry(both, until=late)
     services.hurry([cast.cell], until=early)
     assert set(Cell.objects.values_list("fast_until", flat=True)) == {late}
-    services.hurry([cast.cell], until=None)
-    assert [Cell.objects.get(pk=cell.pk).fast_until for cell in both] == [None, late]
+    services.hurry([cast.cell], until=late + timedelta(seconds=1))
+    ends = [Cell.objects.get(pk=cell.pk).fast_until for cell in both]
+    assert ends == [late + timedelta(seconds=1), late]
 
 
 @pytest.mark.django_db(transaction=True, serialized_rollback=True)

@@ -24,6 +24,8 @@ Elsewhere = Callable[[Callable[[], Any]], Any]
 LEASE = timedelta(minutes=15)
 # Lease, margin and longest turn.
 OVER = LEASE + timedelta(seconds=5 + 60)
+# Past three polls at the slow cadence, each a tenth late.
+SILENT = timedelta(seconds=17)
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_a_gone_instances_usage_counts_once_and_its_lease_is_not_renewed(
     if how == "left":
         services.leave(joined.key, now=now)
     if how == "dead":
-        services.declare_dead(joined.row, by="ada", reason="host is gone", now=now)
+        services.declare_dead(joined.row, by="ada", reason="host is gone", now=now + SILENT)
     if how.startswith("lapsed"):
         now += OVER
     if how == "lapsed":
@@ -476,7 +478,7 @@ def test_either_all_lapsed_rows_are_marked_or_none(
 
 @pytest.mark.django_db
 def test_a_row_that_is_gone_already_keeps_its_reason(joined: Any, now: datetime) -> None:
-    services.declare_dead(joined.row, by="ada", reason="host is gone", now=now)
+    services.declare_dead(joined.row, by="ada", reason="host is gone", now=now + SILENT)
     with transaction.atomic():
         assert services.mark_lapsed([joined.row.pk], now=now)
     assert joined.row.gone_why == "dead"
@@ -531,6 +533,7 @@ def test_the_periodic_sweep_judges_by_the_databases_clock(joined: Any, process: 
 def test_declaring_dead_takes_a_reason_is_audited_and_happens_once(
     joined: Any, now: datetime
 ) -> None:
+    now += SILENT
     with pytest.raises(services.ReasonMissing):
         services.declare_dead(joined.row, by="ada", reason=" ", now=now)
     services.declare_dead(joined.row, by="ada", reason="host is gone", now=now)
@@ -538,6 +541,38 @@ def test_declaring_dead_takes_a_reason_is_audited_and_happens_once(
     assert (line.who, line.reason) == ("ada", "host is gone")
     with pytest.raises(services.AlreadyGone):
         services.declare_dead(joined.row, by="ada", reason="host is gone", now=now)
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("word", ["join", "poll", "report"])
+def test_an_instance_that_spoke_within_its_last_three_polls_is_not_declared_dead(
+    cast: make.Cast, process: Any, now: datetime, word: str
+) -> None:
+    one = process(cast.cell)
+    one.join(now=now)
+    spoke = now if word == "join" else now + timedelta(seconds=9)
+    if word == "poll":
+        services.poll(one.key, now=spoke)
+    if word == "report":
+        services.report(one.next_report(), now=spoke)
+    with pytest.raises(services.StillAlive, match="Stop it first"):
+        services.declare_dead(
+            one.row, by="ada", reason="it hangs", now=spoke + timedelta(seconds=16.5)
+        )
+    assert one.row.gone_at is None
+    services.declare_dead(one.row, by="ada", reason="host is gone", now=spoke + SILENT)
+    assert one.row.gone_why == "dead"
+
+
+@pytest.mark.django_db
+def test_at_the_fast_cadence_three_polls_are_soon_over(
+    cast: make.Cast, joined: Any, now: datetime
+) -> None:
+    services.hurry([cast.cell], until=now + timedelta(minutes=1))
+    services.poll(joined.key, now=now)
+    with pytest.raises(services.StillAlive):
+        services.declare_dead(joined.row, by="ada", reason="gone", now=now)
+    services.declare_dead(joined.row, by="ada", reason="gone", now=now + timedelta(seconds=1))
 
 
 @pytest.mark.django_db

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -55,6 +55,11 @@ def publish(cast: make.Cast, accepts: Any) -> int:
 
 def drained(cast: make.Cast, version: int) -> bool:
     return queries.fence_proof(cast.cell, cast.acme, version, now=database_now()).drained
+
+
+def later() -> datetime:
+    """Return a moment at which an instance that has just spoken is silent."""
+    return database_now() + timedelta(seconds=20)
 
 
 def test_a_fence_closes_is_proven_and_opens_again(cast: make.Cast, client_of: Make) -> None:
@@ -115,9 +120,7 @@ def test_usage_is_counted_once_whatever_becomes_of_the_instance(
     one = client_of()
     one.tick()
     one.usage.turn("acme")
-    services.declare_dead(
-        RuntimeInstance.objects.get(), by="ada", reason="thought so", now=database_now()
-    )
+    services.declare_dead(RuntimeInstance.objects.get(), by="ada", reason="thought so", now=later())
     # Its policy is answered 410: it joins anew, its usage still unreported.
     one.tick()
     one.tick()
@@ -133,7 +136,7 @@ def test_turns_that_outlive_an_id_hold_the_fence_under_the_next(
     with one.fence.enter("acme"):
         version = publish(cast, "none")
         services.declare_dead(
-            RuntimeInstance.objects.get(), by="ada", reason="thought so", now=database_now()
+            RuntimeInstance.objects.get(), by="ada", reason="thought so", now=later()
         )
         one.tick()
         proof = queries.fence_proof(cast.cell, cast.acme, version, now=database_now())
