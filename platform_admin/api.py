@@ -6,8 +6,10 @@ page may call the operator part with its session cookie and the CSRF token.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 from django.conf import settings
@@ -148,8 +150,26 @@ class Api(NinjaAPI):
             # Ninja makes its own addresses from the root, and answers it in another shape.
             if pattern.name == "api-root":
                 pattern.callback = _nothing_here
+            pattern.callback = _one_shape(pattern.callback)
             pattern.callback.login_required = False
         return patterns
+
+
+def _one_shape(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+    """Answer a wrong method as everything else; Ninja itself has only a line of text for it."""
+
+    @functools.wraps(view)
+    def shaped(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        answer = view(request, *args, **kwargs)
+        if answer.status_code != 405:
+            return answer
+        allowed = answer["Allow"]
+        detail = f"{request.method} does nothing at this address. It takes {allowed}."
+        response = _error(request, 405, "method_not_allowed", detail)
+        response["Allow"] = allowed
+        return response
+
+    return shaped
 
 
 def _nothing_here(request: HttpRequest) -> HttpResponse:
@@ -189,8 +209,7 @@ def _error(
 
 @api.exception_handler(Refused)
 def _refused(request: HttpRequest, error: Refused) -> HttpResponse:
-    status = getattr(error, "status", 409)
-    return _error(request, status, error.code, str(error), error.retry_after_seconds)
+    return _error(request, error.status, error.code, str(error), error.retry_after_seconds)
 
 
 @api.exception_handler(ValidationError)

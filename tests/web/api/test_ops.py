@@ -30,7 +30,8 @@ def instance(cast: make.Cast) -> RuntimeInstance:
         plugins=[],
         stores=[],
         replaces=None,
-        now=database_now(),
+        # Long enough silent to be declared dead.
+        now=database_now() - timedelta(minutes=1),
     )
 
 
@@ -180,6 +181,19 @@ def test_an_address_that_leads_nowhere_is_404_in_the_one_shape(nobody: Any, path
     assert shape(nobody.get(f"/{path}")) == (404, "not_found")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("PUT", "/ops/regions", "GET, POST"), ("GET", "/runtime/reports", "POST")],
+)
+def test_a_wrong_method_is_405_in_the_one_shape(
+    nobody: Any, method: str, path: str, allowed: str
+) -> None:
+    answer = nobody.call(method, path)
+    assert shape(answer) == (405, "method_not_allowed")
+    assert answer["Allow"] == allowed
+    assert allowed in answer.json()["detail"]
+
+
 def test_a_refusal_is_409_with_its_word(cast: make.Cast, admin: Any) -> None:
     body = {"slug": "eu1", "name": "again"}
     assert shape(admin.post("/ops/regions", body)) == (409, "slug_taken")
@@ -200,6 +214,14 @@ def test_a_pasted_address_is_refused_without_being_repeated(cast: make.Cast, adm
 def test_declaring_dead_needs_a_reason(operator: Any, instance: RuntimeInstance) -> None:
     answer = operator.post(f"/ops/instances/{instance.key}/dead", {"reason": ""})
     assert shape(answer) == (422, "reason_missing")
+
+
+def test_an_instance_that_has_just_spoken_is_not_declared_dead(
+    operator: Any, instance: RuntimeInstance
+) -> None:
+    services.poll(instance.key, now=database_now())
+    answer = operator.post(f"/ops/instances/{instance.key}/dead", {"reason": "I think so"})
+    assert shape(answer) == (409, "still_alive")
 
 
 def test_gone_instances_are_listed_only_when_asked_for(
