@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -153,14 +152,14 @@ def _prepare() -> Scene:
 
 def _sign_in() -> tuple[str, str]:
     """Make an operator; return name and password."""
-    from django.contrib.auth.models import Group, User
-
+    from durable.clock import database_now
+    from tenants import services
     from tenants.domain.roles import Role
 
-    password = secrets.token_urlsafe(9)
-    person = User.objects.create_user("operator", password=password)
-    person.groups.add(Group.objects.get_or_create(name=Role.OPERATOR)[0])
-    return person.username, password
+    person, password = services.add_sign_in(
+        "operator", role=Role.OPERATOR, by="demo", now=database_now()
+    )
+    return person.get_username(), password
 
 
 def _fill(supervisor: Supervisor, scene: Scene) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin
+from django.contrib.auth.models import Group, User
 from django.http import HttpRequest
 
+from tenants import queries
+from tenants.domain.roles import Role
 from tenants.models import (
     Agent,
     AuditEntry,
@@ -27,7 +30,13 @@ from tenants.models import (
 
 
 class ReadOnly(admin.ModelAdmin):
-    """A model that can be looked at and not changed, whoever asks."""
+    """A model that admins can look at and nobody can change."""
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        return queries.role_of(request.user) is Role.ADMIN
+
+    def has_view_permission(self, request: HttpRequest, *args: Any) -> bool:
+        return queries.role_of(request.user) is Role.ADMIN
 
     def has_add_permission(self, request: HttpRequest, *args: Any) -> bool:
         return False
@@ -45,12 +54,22 @@ class TokenAdmin(ReadOnly):
     exclude = ("digest",)
 
 
+# Django's own pages of users and groups give roles past the audit: `manage.py role` does it.
+admin.site.unregister([User, Group])
+
+
+@admin.register(User)
+class UserAdmin(ReadOnly):
+    exclude = ("password",)
+
+
 for model in (
     Agent,
     AuditEntry,
     Cell,
     Counter,
     DirtyLine,
+    Group,
     Placement,
     PlacementChange,
     PolicyEntry,

@@ -368,8 +368,8 @@ class AuditEntry(models.Model):
     """
 
     at = models.DateTimeField(db_index=True)
-    # A user name, "NAME (token TOKEN)" for a token that acts for a user, or "command" for
-    # manage.py.
+    # A user name, "NAME (token TOKEN)" for a token that acts for a user, or "NAME (command)" for
+    # whoever called manage.py and says so.
     who = models.CharField(max_length=150)
     # Such as "move.abort".
     verb = models.CharField(max_length=60)

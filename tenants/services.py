@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, TypeVar
 
 from django.conf import settings
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Group, User
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import IntegrityError, connection, models, transaction
 from django.db.models import Q, Subquery
@@ -28,7 +28,7 @@ from tenants.domain import names
 from tenants.domain.fence import FAST_MS, Accepts, GoneWhy, cadence_ms, has_lapsed, silence
 from tenants.domain.reports import Report, merged, verdict
 from tenants.domain.requests import request_id as current_request_id
-from tenants.domain.roles import TokenRole
+from tenants.domain.roles import Role, TokenRole
 from tenants.domain.versions import Version, parse
 from tenants.models import (
     Agent,
@@ -898,6 +898,54 @@ def _gone() -> InstanceGone:
 
 def _lease() -> timedelta:
     return timedelta(seconds=settings.RUNTIME_LEASE_SECONDS)
+
+
+# --- people ---------------------------------------------------------------------------------
+
+
+@transaction.atomic
+def add_sign_in(name: str, *, role: Role, by: str, now: datetime) -> tuple[User, str]:
+    """Let a person sign in with a role; return them and their password, which is shown this once.
+
+    Raises BadName, SlugTaken.
+    """
+    names.check_name(name, what="sign-in", longest=WHO_MAX)
+    password = secrets.token_urlsafe(12)
+    user = User(username=User.normalize_username(name))
+    user.set_password(password)
+    _insert(user, SlugTaken(_taken("sign-in", name)))
+    audit(who=by, verb="user.add", subject=_of_user(user), now=now)
+    return grant_role(user, role, by=by, now=now), password
+
+
+@transaction.atomic
+def grant_role(user: User, role: Role | None, *, by: str, now: datetime) -> User:
+    """Make this the one role of a person, None: no role; return them afresh.
+
+    A superuser is one no longer: only the group counts from here on, so that a role that is
+    lowered or taken away really is. An admin may look at rows in Django's admin.
+    """
+    locked = User.objects.select_for_update().get(pk=user.pk)
+    before = queries.role_of(locked)
+    locked.groups.remove(*Group.objects.filter(name__in=[one.value for one in Role]))
+    if role is not None:
+        locked.groups.add(Group.objects.get(name=role.value))
+    locked.is_superuser = False
+    locked.is_staff = role is Role.ADMIN
+    locked.save(update_fields=["is_superuser", "is_staff"])
+    audit(
+        who=by,
+        verb="user.role",
+        subject=_of_user(locked),
+        before={"role": before},
+        after={"role": role},
+        now=now,
+    )
+    return locked
+
+
+def _of_user(user: User) -> str:
+    return f"user {user.get_username()}"[:WHO_MAX]
 
 
 # --- tokens ---------------------------------------------------------------------------------

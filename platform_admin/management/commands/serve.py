@@ -25,7 +25,9 @@ class Command(BaseCommand):
     def handle(self, *args: Any, host: str, port: int, **options: Any) -> None:
         call_command("migrate", verbosity=0)
         if not User.objects.exists():
-            self.stdout.write("Nobody can sign in yet: python manage.py createsuperuser")
+            self.stdout.write(
+                "Nobody can sign in yet: python manage.py role NAME admin --new --by NAME"
+            )
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         logs = settings.HOME / "log"
         try:
