@@ -508,7 +508,7 @@ class PageOut(Schema, Generic[T]):
 @ops_router.get("/regions", response=PageOut[RegionOut])
 def regions(request: HttpRequest, after: Text = "") -> dict[str, Any]:
     """List regions."""
-    return _page(Region.objects.all(), "slug", after, _region)
+    return page(Region.objects.all(), "slug", after, _region)
 
 
 @ops_router.post("/regions", response={201: RegionOut, 403: Error, 409: Error})
@@ -521,7 +521,7 @@ def add_region(request: HttpRequest, body: RegionIn) -> Status[dict[str, Any]]:
 @ops_router.get("/cells", response=PageOut[CellOut])
 def cells(request: HttpRequest, after: Text = "") -> dict[str, Any]:
     """List cells."""
-    return _page(Cell.objects.select_related("region"), "slug", after, _cell)
+    return page(Cell.objects.select_related("region"), "slug", after, _cell)
 
 
 @ops_router.post("/cells", response={201: CellOut, 403: Error, 404: Error, 409: Error})
@@ -566,7 +566,7 @@ def set_cell_url(request: HttpRequest, slug: str, body: UrlIn) -> dict[str, Any]
 @ops_router.get("/stores", response=PageOut[OpsStoreOut])
 def stores(request: HttpRequest, after: Text = "") -> dict[str, Any]:
     """List stores. Their addresses are references; the addresses themselves are nowhere here."""
-    return _page(Store.objects.select_related("region"), "key", after, _store)
+    return page(Store.objects.select_related("region"), "key", after, _store)
 
 
 @ops_router.post("/stores", response={201: OpsStoreOut, 403: Error, 404: Error, 409: Error})
@@ -587,7 +587,7 @@ def add_store(request: HttpRequest, body: OpsStoreIn) -> Status[dict[str, Any]]:
 def tenants(request: HttpRequest, after: Text = "") -> dict[str, Any]:
     """List tenants with their homes."""
     current = queries.epoch()
-    return _page(_tenants(), "slug", after, lambda tenant: _tenant(tenant, current))
+    return page(_tenants(), "slug", after, lambda tenant: _tenant(tenant, current))
 
 
 @ops_router.post("/tenants", response={201: TenantOut, 403: Error, 404: Error, 409: Error})
@@ -627,7 +627,7 @@ def instances(
         rows = rows.filter(cell=find(Cell, "cell", slug=cell))
     if alive:
         rows = rows.filter(gone_at=None)
-    return _page(rows, "key", after, _instance)
+    return page(rows, "key", after, _instance)
 
 
 @ops_router.post(
@@ -649,7 +649,7 @@ def tokens(request: HttpRequest, after: int = 0) -> dict[str, Any]:
     """List tokens (admin). Secrets are kept nowhere."""
     require(request, Role.ADMIN)
     rows = Token.objects.select_related("tenant", "user").prefetch_related("cells")
-    return _page(rows, "pk", after, _token_row)
+    return page(rows, "pk", after, _token_row)
 
 
 @ops_router.post("/tokens", response={201: NewTokenOut, 403: Error, 404: Error, 409: Error})
@@ -693,11 +693,21 @@ def find(model: type[Row], what: str, **key: Any) -> Row:
     return row
 
 
-def _page(
-    rows: QuerySet[Row], key: str, after: str | int, shown: Callable[[Row], dict[str, Any]]
+def page(
+    rows: QuerySet[Row],
+    key: str,
+    after: str | int,
+    shown: Callable[[Row], dict[str, Any]],
+    *,
+    newest_first: bool = False,
 ) -> dict[str, Any]:
-    """Return up to PAGE rows past `after` in the order of `key`, which is unique."""
-    found = list(rows.filter(**{f"{key}__gt": after}).order_by(key)[: PAGE + 1])
+    """Return up to PAGE rows past `after` in the order of `key`, which is unique.
+
+    Empty or 0: from the first; with `newest_first` that is the one with the highest key.
+    """
+    if after:
+        rows = rows.filter(**{f"{key}__{'lt' if newest_first else 'gt'}": after})
+    found = list(rows.order_by(f"{'-' if newest_first else ''}{key}")[: PAGE + 1])
     more = len(found) > PAGE
     return {
         "items": [shown(row) for row in found[:PAGE]],

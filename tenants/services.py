@@ -749,7 +749,7 @@ def declare_dead(
     has not. Should it live after all, a store that closes itself refuses what it writes, and one
     that can't does not. Raises ReasonMissing, AlreadyGone, StillAlive.
     """
-    check_reason(reason, "declare an instance dead")
+    check_reason(reason)
     row = RuntimeInstance.objects.select_for_update().select_related("cell").get(pk=instance.pk)
     if row.gone_at is not None:
         raise AlreadyGone(f"{row} has been gone since {row.gone_at:%Y-%m-%d %H:%M:%S} UTC already.")
@@ -1124,7 +1124,7 @@ def _check_quota(tokens_per_minute: int) -> None:
         )
 
 
-def check_reason(reason: str, to: str) -> None:
-    """Raise ReasonMissing unless `reason` says why somebody wants this."""
+def check_reason(reason: str) -> None:
+    """Raise ReasonMissing unless `reason` says something."""
     if not reason.strip():
-        raise ReasonMissing(f"To {to}, say why: the audit keeps it. Give a reason.")
+        raise ReasonMissing("Say why, in a sentence: whoever reads the log later needs it.")

@@ -11,6 +11,7 @@ from django.db import OperationalError
 
 from durable.clock import database_now
 from tenants import queries, services
+from tenants.api import page
 from tenants.models import AuditEntry, Cell, Region, RuntimeInstance, Store, Tenant, Token
 from tests import make
 
@@ -262,6 +263,19 @@ def test_long_lists_come_in_pages(
     rest = viewer.get(f"/ops/tenants?after={first['next']}").json()
     assert ([row["slug"] for row in rest["items"]], rest["next"]) == (["core"], None)
     assert viewer.get("/ops/tenants?after=%00").status_code == 422
+
+
+def test_a_list_may_begin_with_the_newest(cast: make.Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenants.api.PAGE", 2)
+    seen: list[str] = []
+    after: str | None = ""
+    while after is not None:
+        part = page(
+            Tenant.objects.all(), "pk", after, lambda row: {"slug": row.slug}, newest_first=True
+        )
+        seen += [row["slug"] for row in part["items"]]
+        after = part["next"]
+    assert seen == ["core", "bolt", "acme"]
 
 
 # --- the whole surface ----------------------------------------------------------------------
