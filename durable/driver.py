@@ -28,6 +28,8 @@ Clock = Callable[[], datetime]
 
 BACKOFF_SECONDS = (1, 2, 5, 15, 30, 60)
 URGENT_SECONDS = 1
+# So many claims in a row that nobody settled are shown as a failure.
+LOST_IS_A_FAILURE = 3
 # How often a paused row looks at its deadline.
 PAUSED_SECONDS = 1.0
 # Shorter waits are handed to a worker; longer ones are left to the sweep for due rows.
@@ -65,8 +67,9 @@ def advance(machine: Machine, pk: int, *, clock: Clock) -> bool:
 
     Return False if there was nothing to do: the row is not due yet, another
     worker holds it, or it has ended. A duplicate message costs one UPDATE that matches no row.
-    A step's own exception is settled as a back-off and logged, not raised; `Overtaken`
-    returns True, for somebody else is at work.
+    A step's own exception is settled as a back-off and logged, not raised. `Overtaken` settles
+    nothing, for somebody else is at work; without a later claim it is a failure like others: a
+    store is guarded by somebody whom we don't know.
     """
     row = _claim(machine, pk, clock())
     if row is None:
@@ -75,12 +78,12 @@ def advance(machine: Machine, pk: int, *, clock: Clock) -> bool:
         outcome = _answer(machine, row, clock)
         if isinstance(outcome, Go):
             check_edge(machine.table, row.phase, outcome.to)
-    except Overtaken:
-        log.info("%s was overtaken in its step", row)
-        return True
     except Exception as error:
-        if not isinstance(error, Refused):
-            log.exception("%s failed in %s", row, row.phase)
+        if isinstance(error, Overtaken) and not _ours(machine, row):
+            log.info("%s was overtaken in its step", row)
+            return True
+        if not isinstance(error, Refused | Overtaken):
+            log.exception("%s failed in %s under claim %d", row, row.phase, row.claim)
         outcome, failure = _after(machine, row, error)
     else:
         failure = ""
@@ -127,13 +130,40 @@ def _claim(machine: Machine, pk: int, now: datetime) -> Any:
     taken = machine.model.objects.filter(pk=pk, due_at__lte=now).update(
         claim=F("claim") + 1, due_at=now + lease
     )
+    if not taken:
+        return None
     # Inside the same transaction our own row lock keeps later claims out.
-    return machine.model.objects.get(pk=pk) if taken else None
+    row = machine.model.objects.get(pk=pk)
+    if lost := row.claim - 1 - row.settled:
+        _note_lost(machine, row, lost, now)
+    return row
+
+
+def _note_lost(machine: Machine, row: Any, lost: int, now: datetime) -> None:
+    """Say that workers claimed the row and never settled: killed, stalled, out of memory.
+
+    One is a deploy. Several in a row are a step that kills whoever takes it, which no exception
+    ever tells.
+    """
+    note = (
+        f"{lost} workers in a row did not come back" if lost > 1 else "A worker did not come back"
+    )
+    row.events.create(at=now, who=machine.name, was=row.phase, now=row.phase, note=note)
+    changes: dict[str, Any] = {"version": F("version") + 1}
+    if lost >= LOST_IS_A_FAILURE:
+        row.failures, row.failure = lost, note
+        changes |= {"failures": lost, "failure": note}
+    machine.model.objects.filter(pk=row.pk).update(**changes)
+
+
+def _ours(machine: Machine, row: Any) -> bool:
+    return bool(machine.model.objects.filter(pk=row.pk, claim=row.claim).exists())
 
 
 @transaction.atomic
 def _settle(machine: Machine, row: Any, outcome: Outcome, now: datetime, *, failure: str) -> None:
     changes: dict[str, Any] = dict(outcome.changes)
+    changes["settled"] = row.claim
     changes["failures"] = min(row.failures + 1, 30_000) if failure else 0
     if failure != row.failure:
         changes["failure"] = failure
@@ -165,7 +195,8 @@ def _settle(machine: Machine, row: Any, outcome: Outcome, now: datetime, *, fail
 
 def _give_back(machine: Machine, row: Any, now: datetime) -> None:
     """Settle nothing: the request that stopped the edge is answered by the next claim."""
-    if not machine.model.objects.filter(pk=row.pk, claim=row.claim).update(due_at=now):
+    ours = machine.model.objects.filter(pk=row.pk, claim=row.claim)
+    if not ours.update(due_at=now, settled=row.claim):
         raise Overtaken(f"{row} was claimed again after {row.claim}")
     transaction.on_commit(lambda: machine.enqueue(row.pk, row.phase, 0.0))
 
@@ -174,7 +205,11 @@ def _after(machine: Machine, row: Any, error: Exception) -> tuple[Wait, str]:
     seconds = BACKOFF_SECONDS[min(row.failures, len(BACKOFF_SECONDS) - 1)]
     if row.phase in machine.urgent:
         seconds = min(seconds, URGENT_SECONDS)
-    failure = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    if isinstance(error, Refused | Overtaken):
+        failure = str(error)
+    else:
+        # What a library says may quote an address or a row; the worker's log has it whole.
+        failure = f"{type(error).__name__}: see the worker's log for {row}"
     # The same failure again is one line in the log, not a hundred.
     note = failure if failure != row.failure else ""
     return Wait(seconds, note=note), failure

@@ -13,7 +13,9 @@ class Durable(models.Model):
     due_at = models.DateTimeField(null=True, blank=True, db_index=True)
     # Fencing token: counts claims. A step that settles under an old one is void.
     claim = models.PositiveIntegerField(default=0)
-    # Counts every visible change. Fragments (?v=) and ETags compare it; nothing else does.
+    # The last claim that was settled; behind `claim` by more than the running one: workers died.
+    settled = models.PositiveIntegerField(default=0)
+    # Counts every visible change, for programs that watch the row through the API.
     version = models.PositiveIntegerField(default=0)
     # Steps that raised, one after another; the next back-off. 0 after any good step.
     failures = models.PositiveSmallIntegerField(default=0)

@@ -166,6 +166,12 @@ def close_fence(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
     return _act(request, pk, services.close_fence, body)
 
 
+@router.post("/{pk}/cancel-fence", response={200: MoveOut, **REFUSALS})
+def cancel_fence(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
+    """Take "when I say" back."""
+    return _act(request, pk, services.cancel_fence, body)
+
+
 @router.post("/{pk}/hold-fence", response={200: MoveOut, **REFUSALS})
 def hold_fence(request: HttpRequest, pk: int, body: HoldIn) -> dict[str, Any]:
     """Move the fence's deadline, once."""

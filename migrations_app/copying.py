@@ -31,6 +31,8 @@ PAGE = 2_000
 # snapshot makes live turns wait for the file, and a killed worker repeats at most this.
 CHUNK_SECONDS = 0.4
 CHUNK_FIRST, CHUNK_MOST = 50, 500
+# With the fence closed only the fence waits for a chunk, on PostgreSQL: fewer, larger ones.
+FENCED_CHUNK_SECONDS = 2.0
 # Differences are named by reading both sessions; the rest of a chunk is named on demand.
 NAMED_PER_CHUNK = 20
 
@@ -120,16 +122,21 @@ def cursor(move: TenantMigration) -> Key:
 
 def compare_size(move: TenantMigration) -> int:
     """Return how many sessions are compared at once: what takes about a second."""
-    if move.verify_rate is None:
-        return CHUNK_FIRST
-    return max(1, min(CHUNK_MOST, int(move.verify_rate)))
+    return _size(move, CHUNK_FIRST if move.verify_rate is None else int(move.verify_rate))
 
 
-def chunk_size(move: TenantMigration) -> int:
-    """Return how many sessions make a chunk of CHUNK_SECONDS at the measured rate."""
-    if move.copy_rate is None:
-        return CHUNK_FIRST
-    return max(1, min(CHUNK_MOST, int(move.copy_rate * CHUNK_SECONDS)))
+def chunk_size(move: TenantMigration, seconds: float = CHUNK_SECONDS) -> int:
+    """Return how many sessions are copied in so many seconds at the measured rate."""
+    return _size(move, CHUNK_FIRST if move.copy_rate is None else int(move.copy_rate * seconds))
+
+
+def _size(move: TenantMigration, wanted: int) -> int:
+    """Bound a chunk, and halve it with every failure in a row.
+
+    A chunk of huge sessions may run into the database's time limit; tried again at the same
+    size it would do so for ever.
+    """
+    return max(1, min(CHUNK_MOST, wanted) >> min(move.failures, 20))
 
 
 @dataclass(frozen=True)
@@ -655,7 +662,9 @@ def delete_copied(move: TenantMigration, target: SessionStore, *, timer: Timer) 
     """Remove from the target what this move wrote there; return whether nothing is left."""
     while True:
         rows = list(
-            move.stamps.order_by("pk").values_list("pk", "user_id", "session_id")[:CHUNK_MOST]
+            move.stamps.order_by("pk").values_list("pk", "user_id", "session_id")[
+                : _size(move, CHUNK_MOST)
+            ]
         )
         if not rows:
             shared = target.shared_page(None, PAGE)
@@ -681,7 +690,7 @@ def offboard(move: TenantMigration, source: SessionStore, *, meter: Meter, timer
         rows = list(
             move.stamps.filter(pk__gt=last)
             .order_by("pk")
-            .values_list("pk", "user_id", "session_id", "source_stamp")[:CHUNK_MOST]
+            .values_list("pk", "user_id", "session_id", "source_stamp")[: _size(move, CHUNK_MOST)]
         )
         if not rows:
             return Swept(Key("", str(last)), passed, finished=True)

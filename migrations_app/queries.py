@@ -1,4 +1,4 @@
-"""What the engine asks about moves. What pages show of them is in `panels.py`."""
+"""What the engine asks about moves. What pages show of them is in `panels/`."""
 
 from __future__ import annotations
 

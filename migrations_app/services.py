@@ -76,7 +76,8 @@ class Preflight:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        return [asdict(finding) for finding in self.source.findings] if self.source else []
+        sides = [survey for survey in (self.source, self.target) if survey is not None]
+        return [asdict(finding) for survey in sides for finding in survey.findings]
 
 
 def start(
@@ -213,6 +214,17 @@ def close_fence(
         row.drain_requested_at, row.drain_requested_by = now, by
 
 
+def cancel_fence(
+    move: TenantMigration, *, by: str, reason: str, now: datetime, seen: str | None = None
+) -> None:
+    """Take "close the fence" back while it still waits for its last pass."""
+    _require(reason)
+    with _asking(move, "cancel_fence", seen=seen, by=by, reason=reason, now=now) as row:
+        if row.phase != Phase.BACKFILL or row.drain_requested_at is None:
+            raise NotNow(f"{row} has no fence that waits to be closed.")
+        row.drain_requested_at, row.drain_requested_by = None, ""
+
+
 def hold_fence(
     move: TenantMigration,
     *,
@@ -233,6 +245,7 @@ def hold_fence(
             raise NotNow(f"{row.deadline_held_by} moved the deadline already; it moves once.")
         row.deadline_at += timedelta(seconds=seconds)
         row.deadline_held_by = by
+        tenants.hurry([row.source_cell, row.target_cell], until=row.deadline_at + HURRY)
 
 
 def recopy(
@@ -262,11 +275,12 @@ def confirm_offboard(
     *,
     typed: str,
     by: str,
-    reason: str = "",
+    reason: str,
     now: datetime,
     seen: str | None = None,
 ) -> None:
     """Let OFFBOARD delete the source's copy when SOAK is over. `typed` is the tenant's slug."""
+    _require(reason)
     with _asking(move, "confirm_offboard", seen=seen, by=by, reason=reason, now=now) as row:
         if row.phase != Phase.SOAK:
             raise NotNow(f"{row} is in {row.phase.upper()}: deleting is confirmed in SOAK.")
@@ -283,8 +297,9 @@ def leave_behind(
     """End an abort although the target can't be reached to clean it; what is there stays."""
     _require(reason)
     with _asking(move, "leave_behind", seen=seen, by=by, reason=reason, now=now) as row:
-        if row.phase != Phase.REOPEN or not row.failures:
-            raise NotNow(f"{row} is not stuck in REOPEN.")
+        cleaning = row.stage == "clean" or GUARD_LOST in row.failure
+        if row.phase != Phase.REOPEN or not row.failures or not cleaning:
+            raise NotNow(f"{row} is not stuck at cleaning its target.")
         row.leave_requested_at, row.leave_requested_by = now, by
 
 
@@ -351,10 +366,13 @@ def _pair_checks(
             " choose another store."
         )
         checks.append(Check(room, False, detail))
-    blocking = [f for f in source.findings if f.blocks]
-    checks.append(
-        Check("Values", not blocking, _named(blocking) or "nothing that the target can't hold")
-    )
+    for side, survey in (("Source", source), ("Target", target)):
+        blocking = [finding for finding in survey.findings if finding.blocks]
+        detail = _named(blocking) or "nothing stands against copying"
+        checks.append(Check(f"{side}'s rows and rights", not blocking, detail))
+        if not survey.can_close:
+            detail = f"the {side.lower()} can't be closed to agents with the rights given"
+            checks.append(Check(f"{side}'s closing", False, detail))
     if source.interrupted:
         checks.append(Check("Interrupted turns", True, _interrupted(source)))
     return checks
@@ -440,6 +458,11 @@ def _cell_checks(
 
 
 REASON_CHARACTERS = 2_000
+# The fast cadence is asked for this far past the moment that needs it; it ends by itself, so no
+# killed worker leaves a cell polling fast for ever.
+HURRY = timedelta(seconds=60)
+# What a step says of a store that answers and has not the guard row that the move made there.
+GUARD_LOST = "has lost its guard row"
 # The columns that people write; everything else of a move is the driver's.
 REQUESTS = (
     "pause_requested_at",
@@ -468,6 +491,7 @@ def _asking(
     Only columns of REQUESTS are written, so a request never undoes what a worker
     settled; the worker's next claim, at most seconds away, answers it.
     """
+    _storable(reason)
     with transaction.atomic():
         row = TenantMigration.objects.select_for_update().get(pk=move.pk)
         if seen is not None and seen != row.phase:
@@ -479,7 +503,11 @@ def _asking(
         yield row
         after = {name: getattr(row, name) for name in REQUESTS}
         changed = {name: after[name] for name in REQUESTS if after[name] != before[name]}
-        TenantMigration.objects.filter(pk=row.pk).update(version=F("version") + 1, **changed)
+        # A row that backs off is looked at now; a second claim beside a slow first is safe.
+        soon = {"due_at": now} if row.failures and row.due_at is not None else {}
+        TenantMigration.objects.filter(pk=row.pk).update(
+            version=F("version") + 1, **changed, **soon
+        )
         words = verb.replace("_", " ").capitalize()
         note = f"{words}: {reason}" if reason else words
         row.events.create(at=now, who=by, was=row.phase, now=row.phase, note=note)
@@ -528,6 +556,10 @@ def _plain(value: Any) -> Any:
 def _require(reason: str) -> None:
     if not reason.strip():
         raise ReasonMissing("Say why, in a sentence: whoever reads the log later needs it.")
+    _storable(reason)
+
+
+def _storable(reason: str) -> None:
     if "\0" in reason or len(reason) > REASON_CHARACTERS:
         raise InvalidOption(
             f"A reason has up to {REASON_CHARACTERS:,} characters, none of them NUL."

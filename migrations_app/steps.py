@@ -37,6 +37,9 @@ from tenants import services as tenants
 
 # A red preparation is looked at again this often, and a wait for a person.
 LOOK_AGAIN_SECONDS = 5.0
+SOAK_LOOK_SECONDS = 60.0
+# How many sessions that OFFBOARD left are named in the log.
+LEFT_NAMED = 20
 # Waiting on somebody inside the fence is polled inside the step, so that a fence never
 # waits for a tick: every 50 ms, for up to 2 s.
 POLL_SECONDS, POLL_FOR_SECONDS = 0.05, 2.0
@@ -44,14 +47,11 @@ POLL_SECONDS, POLL_FOR_SECONDS = 0.05, 2.0
 FRESH_SECONDS = 5.0
 # While the move waits for a person, passes go on this often, or at a tenth of the time.
 IDLE_SECONDS = 15.0
-# The fast cadence is asked for this far ahead and again by every step that needs it; it
-# ends by itself, so no killed worker leaves a cell polling fast for ever.
-HURRY = timedelta(seconds=60)
 
 
 def prepare(move: TenantMigration, clock: Clock) -> Outcome:
     """Check everything that can be checked, then make guard and tables, and make sure of them."""
-    now = clock()
+    now, began = clock(), time.monotonic()
     found = services.preflight(
         move.tenant,
         source_cell=move.source_cell,
@@ -64,7 +64,7 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
     )
     checks = list(found.checks)
     if found.refusals or found.source is None or found.target is None:
-        return _blocked(move, checks)
+        return _blocked(move, checks, began)
     with copying.both(move) as (source, target):
         try:
             checks += _make_sure(move, source, target)
@@ -73,7 +73,7 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
         except GuardTaken as taken:
             checks.append(services.Check("Guard", False, str(taken)))
         if any(check.ok is False for check in checks):
-            return _blocked(move, checks)
+            return _blocked(move, checks, began)
         older = source.older_writers()
     return Go(
         Phase.BACKFILL,
@@ -93,13 +93,15 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
     )
 
 
-def _blocked(move: TenantMigration, checks: Sequence[services.Check]) -> Wait:
+def _blocked(move: TenantMigration, checks: Sequence[services.Check], began: float) -> Wait:
+    """Show the red checks and look again later: a large store is not surveyed all day."""
+    seconds = max(LOOK_AGAIN_SECONDS, 10 * (time.monotonic() - began))
     red = [check for check in checks if check.ok is False]
     waiting_for = "; ".join(f"{check.name}: {check.detail}" for check in red)
     if waiting_for == move.waiting_for and _as_json(checks) == move.checks:
-        return Wait(LOOK_AGAIN_SECONDS)
+        return Wait(seconds)
     return Wait(
-        LOOK_AGAIN_SECONDS,
+        seconds,
         f"Blocked: {waiting_for}" if waiting_for != move.waiting_for else "",
         {"checks": _as_json(checks), "waiting_for": waiting_for},
     )
@@ -124,10 +126,13 @@ def _make_sure(
         )
         return [services.Check("Two places", False, detail)]
     source.provision()
-    target.adopt(theirs, mover=True, agents=False)
+    if not _adopt_target(move, theirs, target):
+        detail = (
+            f"{move.target_store} holds {move.tenant.app_name} since a moment ago. Look who writes"
+            " there; what it holds was left as it is."
+        )
+        return [services.Check(f"Room on {move.target_store}", False, detail)]
     source.adopt(ours, mover=False, agents=True)
-    if not move.stamps.exists():
-        _clear(target)
     keeps = target.keeps_ids()
     return [
         services.Check("Two places", True, "a word written to one is not seen in the other"),
@@ -163,11 +168,32 @@ def _same_place(source: SessionStore, target: SessionStore) -> bool:
         target.clear_nonce(nonce)
 
 
+def _adopt_target(move: TenantMigration, found: Guard | None, target: SessionStore) -> bool:
+    """Take the target's guard row and make sure of an empty target; return whether it is one.
+
+    Only what stood behind the closed row of an ended move is removed. Anything else was written
+    after the survey, by somebody who is none of ours: the row opens again and it stays. An
+    unlocked look (mover) comes before the right to write, so that a repeated step, which finds
+    this move's own row, still knows whether that row ever stood before an empty target.
+    """
+    leftovers = found is not None and not found.agents and (found.move != move.pk or found.mover)
+    target.adopt(found, mover=leftovers, agents=False)
+    if leftovers:
+        if not move.stamps.exists():
+            _clear(target)
+        return True
+    if target.page(START, 1) or target.shared_page(None, 1):
+        target.take(mover=False, agents=True)
+        return False
+    target.take(mover=True, agents=False)
+    return True
+
+
 def _clear(target: SessionStore) -> None:
     """Remove what an ended move of this tenant left behind its closed guard row."""
-    while page := target.page(START, copying.CHUNK_MOST):
+    while page := target.page(START, copying.CHUNK_FIRST):
         target.delete([key for key, _ in page])
-    while shared := target.shared_page(None, copying.CHUNK_MOST):
+    while shared := target.shared_page(None, copying.PAGE):
         target.delete_shared([row.user_id for row in shared])
 
 
@@ -192,11 +218,18 @@ def backfill(move: TenantMigration, clock: Clock) -> Outcome:
             )
             outcome = _swept(move, meter, swept, then="ready")
             if swept.finished:
-                begun = time.perf_counter()
-                source.mark()
-                outcome = _end_pass(move, outcome, time.perf_counter() - begun, clock)
+                outcome = _end_pass(move, outcome, _mark_seconds(move, source), clock)
     copying.sample(move, outcome.changes, clock)
     return outcome
+
+
+def _mark_seconds(move: TenantMigration, source: SessionStore) -> float:
+    """Time the mark that the fence will take, once: on SQLite it is a long look at a live file."""
+    if move.mark_seconds is not None:
+        return move.mark_seconds
+    begun = time.perf_counter()
+    source.mark()
+    return time.perf_counter() - begun
 
 
 def _begin_pass(move: TenantMigration, clock: Clock) -> Wait:
@@ -264,8 +297,10 @@ def _copy_changed(
     pace = move.pace_per_second if compare else None
     # With the fence closed nobody of the tenant waits for a chunk, only the fence does; on
     # SQLite other tenants' turns still wait for the file.
-    fenced = not compare and move.stamps_prove
-    chunk = copying.CHUNK_MOST if fenced else copying.chunk_size(move)
+    if not compare and move.stamps_prove:
+        chunk = copying.chunk_size(move, copying.FENCED_CHUNK_SECONDS)
+    else:
+        chunk = copying.chunk_size(move)
     if pace is not None:
         # One second's worth, then a rest: that keeps the store's load even.
         chunk = max(1, min(chunk, int(pace)))
@@ -324,12 +359,12 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
         return _waiting(move, blocked)
     with holding(move):
         # Named instances must be at the fast cadence before the fence may close.
-        tenants.hurry([move.source_cell, move.target_cell], until=now + HURRY)
+        _hurry(move, now)
     if age >= FRESH_SECONDS + took:
         return Wait(changes=_stage(""))
     if quote.worst > move.budget_seconds:
         worst = f"a shorter fence: up to {quote.worst:.0f} s, budget {move.budget_seconds:.0f} s"
-        return _waiting(move, worst) if age < 1 else Wait(changes=_stage(""))
+        return _waiting(move, worst) if age < max(1, took) else Wait(changes=_stage(""))
     with copying.opened(move, move.source_store) as source:
         older = source.still_writing(move.older_writers)
     if older:
@@ -343,6 +378,11 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
         f"Fence closes: expected {quote.expected:.1f} s, at most {quote.worst:.0f} s",
         {"waiting_for": "", "quote": quote.as_json(), "older_writers": [], **_stage("")},
     )
+
+
+def _hurry(move: TenantMigration, until: Any) -> None:
+    """Let both cells poll fast until then and a little longer. Inside the caller's `holding`."""
+    tenants.hurry([move.source_cell, move.target_cell], until=until + services.HURRY)
 
 
 def _not_yet(move: TenantMigration, now: Any) -> str:
@@ -403,10 +443,11 @@ def _close_fence(move: TenantMigration, clock: Clock) -> Outcome:
     with holding(move) as row:
         # A repeated step finds the fence closed by its first run, and keeps that time.
         if row.fence_version is None:
-            tenants.hurry([move.source_cell, move.target_cell], until=now + HURRY)
+            # To its very end: the flip, or the way out, is heard of at the fast cadence too.
+            row.deadline_at = now + timedelta(seconds=move.budget_seconds)
+            _hurry(move, row.deadline_at)
             row.fence_version = tenants.publish(move.tenant, move.source_cell, accepts="none")
             row.fence_closed_at = now
-            row.deadline_at = now + timedelta(seconds=move.budget_seconds)
             row.changed_at_drain = queries.changed_since_pass(move)
             row.save(
                 update_fields=[
@@ -626,7 +667,7 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
     assert move.soak_until is not None
     left = (move.soak_until - clock()).total_seconds()
     if left > 0:
-        return Wait(min(left, LOOK_AGAIN_SECONDS))
+        return Wait(min(left, SOAK_LOOK_SECONDS))
     if move.offboard_automatically or move.offboard_confirmed_at:
         return Go(
             Phase.OFFBOARD,
@@ -645,6 +686,7 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
         if not swept.finished:
             return _swept(move, meter, swept, then="")
         left = move.stamps.count()
+        names = [f"{s.session_id} of {s.user_id}" for s in move.stamps.order_by("pk")[:LEFT_NAMED]]
         if not left:
             while shared := source.shared_page(None, copying.CHUNK_MOST):
                 source.delete_shared([row.user_id for row in shared])
@@ -653,7 +695,8 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
     return Go(
         Phase.DONE,
         f"{changes['deleted']:,} sessions deleted at {move.source_store}"
-        + (f", {left:,} left because they changed" if left else ""),
+        + (f", {left:,} left because they changed: {', '.join(names)}" if left else "")
+        + (" ..." if left > LEFT_NAMED else ""),
         {**changes, "left_behind": left, "ended_at": clock(), "waiting_for": ""},
     )
 
@@ -701,7 +744,7 @@ def _guards(move: TenantMigration, store: SessionStore, name: str) -> bool:
     guard = store.guard()
     if guard is None and move.guarded and move.leave_requested_at is None:
         raise GuardLost(
-            f"{name} has lost its guard row, so {move} can't undo there what it did. Bring the"
+            f"{name} {services.GUARD_LOST}, so {move} can't undo there what it did. Bring the"
             " store back as it was, or end the move with leftovers."
         )
     return guard is not None and guard.move == move.pk

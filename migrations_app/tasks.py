@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from celery import shared_task
+from celery import Task, shared_task
 
 from durable import driver
 from durable.clock import database_now
@@ -32,8 +32,10 @@ def enqueue(pk: int, phase: str, seconds: float = 0.0) -> None:
     task.apply_async((pk,), queue=queue(phase), countdown=seconds or None, expires=seconds + 60)
 
 
-def _walk(pk: int, own: str) -> None:
+def _walk(task: Task, pk: int) -> None:
     """Advance a move while it has something to do at once and its phase is this queue's."""
+    # Where the message came from: a row has often gone on since it was sent.
+    own = (task.request.delivery_info or {}).get("routing_key") or "prompt"
     hints: list[tuple[str, float]] = []
     walking = machine(lambda _, phase, seconds: hints.append((phase, seconds)))
     until = time.monotonic() + WALK_SECONDS
@@ -48,23 +50,22 @@ def _walk(pk: int, own: str) -> None:
         time.sleep(seconds)
 
 
-@shared_task(name="migrations_app.copy")
-def copy(pk: int) -> None:
+@shared_task(name="migrations_app.copy", bind=True)
+def copy(self: Task, pk: int) -> None:
     """Copy, or delete after the soak."""
-    _walk(pk, "bulk")
+    _walk(self, pk)
 
 
-@shared_task(name="migrations_app.verify")
-def verify(pk: int) -> None:
+@shared_task(name="migrations_app.verify", bind=True)
+def verify(self: Task, pk: int) -> None:
     """Compare inside the fence."""
-    _walk(pk, "prompt")
+    _walk(self, pk)
 
 
-@shared_task(name="migrations_app.step")
-def step(pk: int) -> None:
+@shared_task(name="migrations_app.step", bind=True)
+def step(self: Task, pk: int) -> None:
     """Every other phase."""
-    move_queue = "prompt"
-    _walk(pk, move_queue)
+    _walk(self, pk)
 
 
 @shared_task(name="migrations_app.due")

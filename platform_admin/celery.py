@@ -42,7 +42,6 @@ app.conf.update(
     # A long copy on `bulk` never starves a fence on `prompt`.
     task_queues=[Queue("prompt"), Queue("bulk")],
     task_default_queue="prompt",
-    task_routes={"migrations_app.copy": {"queue": "bulk"}},
     # A step that hangs is killed well before its claim's lease ends.
     task_time_limit=settings.DURABLE_LEASE_SECONDS * 2 / 3,
     # One message at a time, so that a waiting one can go to another worker.

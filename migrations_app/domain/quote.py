@@ -64,8 +64,8 @@ def quote(
 
     `changed` sessions are copied and `compare` compared inside the fence, `users`
     have their shared state written and compared. Rates are per second, None where
-    nothing was measured. `running_seconds` is the p95 of time left in running
-    turns, `scan_seconds` all reading of stamps and marks.
+    nothing was measured. `running_seconds` is how long running turns may still take,
+    `scan_seconds` all reading of stamps and marks.
     Source: article 000, "Worked example: sizing the fence".
 
     >>> q = quote(changed=900, compare=900, users=0, running_seconds=60, copy_rate=40,
@@ -79,14 +79,15 @@ def quote(
     delta = changed / copying
     verify = compare / verifying
     shared = users / sharing
-    drain = running_seconds + POLL_SECONDS
+    # A drain never lasts longer than its bound: past it the move opens the fence again.
+    drain = min(running_seconds, drain_bound_seconds) + POLL_SECONDS
     return Quote(
         (
             Part(
                 "drain",
                 "turns that are running, and one poll",
                 drain,
-                max(drain, drain_bound_seconds),
+                drain_bound_seconds + POLL_SECONDS,
             ),
             Part("scan", "reading every stamp, and the marks", scan_seconds, scan_seconds),
             Part("delta", f"{changed:,} changed ÷ {copying:,.0f} /s", delta, delta),

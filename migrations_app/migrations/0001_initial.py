@@ -20,6 +20,7 @@ class Migration(migrations.Migration):
                 ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
                 ('due_at', models.DateTimeField(blank=True, db_index=True, null=True)),
                 ('claim', models.PositiveIntegerField(default=0)),
+                ('settled', models.PositiveIntegerField(default=0)),
                 ('version', models.PositiveIntegerField(default=0)),
                 ('failures', models.PositiveSmallIntegerField(default=0)),
                 ('failure', models.TextField(blank=True, default='')),

@@ -13,8 +13,7 @@ later claim, says Unreachable until it is opened anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -158,7 +157,7 @@ class StoreBusy(StoreRefused):
     retry_after_seconds = 0.2
 
 
-class StoreFailed(Exception):
+class StoreFailed(StoreRefused):
     """The database reported an error that none of the above explains.
 
     Its message names the error's class and the table, never a value: what the
@@ -276,12 +275,3 @@ class SessionStore(Protocol):
 
     def delete_shared(self, user_ids: Collection[str | None]) -> int:
         """Delete these users' state rows (None: the app's); return how many there were."""
-
-
-class Open(Protocol):
-    def __call__(
-        self, kind: str, address_from: str, *, app_name: str, move: int = 0, claim: int = 0
-    ) -> AbstractContextManager[SessionStore]: ...
-
-
-Copy = Callable[[SessionStore, SessionStore, Sequence[Key]], dict[Key, Copied]]

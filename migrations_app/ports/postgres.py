@@ -22,7 +22,6 @@ from migrations_app.ports.base import (
 from migrations_app.ports.postgres_guard import PostgresGuard
 from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT, WHOLE, key_params
 
-EMPTY_STATE = "{}"
 # What is written to a COPY at a time.
 BLOCK_BYTES = 65_536
 

@@ -39,7 +39,6 @@ from migrations_app.ports.base import (
     WrongCredentials,
 )
 
-EMPTY_STATE = "{}"
 # How long to wait for the writer's seat, where nobody stands behind us, and how long a COMMIT waits
 # for readers to leave, behind which new readers wait too.
 WAIT_SECONDS = 3.0

@@ -58,7 +58,13 @@ def test_comparing_the_clean_sessions_inside_the_fence_would_add_292_seconds() -
 
 def test_worst_waits_for_running_turns_as_long_as_the_bound_allows() -> None:
     idle = quote(changed=0, compare=0, users=0, drain_bound_seconds=60)
-    assert idle.worst - idle.expected == pytest.approx(60 - POLL_SECONDS)
+    assert idle.worst - idle.expected == pytest.approx(60)
+
+
+def test_a_turn_that_may_run_long_does_not_outlast_the_bound() -> None:
+    busy = quote(changed=0, compare=0, users=0, running_seconds=300, drain_bound_seconds=60)
+    assert busy.worst - OWN == pytest.approx(60)
+    assert busy.expected == busy.worst
 
 
 def counts() -> st.SearchStrategy[int]:
