@@ -163,7 +163,8 @@ def _one_shape(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]
         answer = view(request, *args, **kwargs)
         if answer.status_code != 405:
             return answer
-        allowed = answer["Allow"]
+        # Ninja keeps them in a set, so in any order.
+        allowed = ", ".join(sorted(answer["Allow"].split(", ")))
         detail = f"{request.method} does nothing at this address. It takes {allowed}."
         response = _error(request, 405, "method_not_allowed", detail)
         response["Allow"] = allowed
