@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,8 @@ LOOK_AGAIN_SECONDS = 5.0
 SOAK_LOOK_SECONDS = 60.0
 # How many sessions that OFFBOARD left are named in the log.
 LEFT_NAMED = 20
+# Each pass asks runtimes' reports to be kept this far ahead; they only feed the forecast.
+TRACKED = timedelta(hours=1)
 # Waiting on somebody inside the fence is polled inside the step, so that a fence never
 # waits for a tick: every 50 ms, for up to 2 s.
 POLL_SECONDS, POLL_FOR_SECONDS = 0.05, 2.0
@@ -75,6 +77,9 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
         if any(check.ok is False for check in checks):
             return _blocked(move, checks, began)
         older = source.older_writers()
+    with holding(move):
+        tenants.note_survey(move.source_store, asdict(found.source), now=now)
+        tenants.note_survey(move.target_store, asdict(found.target), now=now)
     return Go(
         Phase.BACKFILL,
         f"Prepared: {found.source.sessions:,} sessions of {found.source.users:,} users",
@@ -233,13 +238,17 @@ def _mark_seconds(move: TenantMigration, source: SessionStore) -> float:
 
 
 def _begin_pass(move: TenantMigration, clock: Clock) -> Wait:
+    now = clock()
     with copying.opened(move, move.source_store) as source:
         counts = source.counts()
+    with holding(move):
+        # What runtimes serve from now on is what the fence will have to copy again.
+        tenants.track(move.tenant, until=now + TRACKED)
     return Wait(
         note="" if move.passes else f"The first pass begins: {counts.sessions:,} sessions",
         changes={
             "passes": move.passes + 1,
-            "pass_started_at": clock(),
+            "pass_started_at": now,
             "sessions": counts.sessions,
             "users": counts.users,
             "done": 0,

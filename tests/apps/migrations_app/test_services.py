@@ -494,3 +494,14 @@ def test_a_tenant_can_move_there_and_back_again(both: World) -> None:
     assert both.source.content(APP) == before
     assert both.target.content(APP) == EMPTY
     assert both.agents_may_write(both.source)
+
+
+def test_what_a_survey_found_is_kept_with_each_store(both: World) -> None:
+    both.start()
+    both.run(until=Phase.BACKFILL)
+    for store in (both.cast.store, both.cast.other_store):
+        store.refresh_from_db()
+        assert store.surveyed_at is not None
+        assert store.survey is not None
+    assert both.cast.store.survey["sessions"] == 12
+    assert both.cast.other_store.survey["sessions"] == 0
