@@ -13,13 +13,13 @@ from durable.clock import database_now
 from migrations_app import queries, services
 from migrations_app.domain.phases import ENDED
 from migrations_app.models import TenantMigration
-from tenants.api import Error, NotFound, Reason, Slug, require
+from tenants.api import Error, NotFound, PageOut, Reason, Slug, find, page, require
 from tenants.domain.roles import Role
 from tenants.models import Cell, Store, Tenant
 
 router = Router(tags=["moves"])
 
-REFUSALS = {403: Error, 404: Error, 409: Error}
+REFUSALS = {403: Error, 404: Error, 409: Error, 422: Error}
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -100,14 +100,16 @@ class ConfirmIn(ActIn):
     typed: str
 
 
-@router.get("", response=list[MoveOut])
-def moves(request: HttpRequest, live: bool = True, limit: int = 100) -> list[dict[str, Any]]:
+@router.get("", response=PageOut[MoveOut])
+def moves(
+    request: HttpRequest, live: bool = True, after: Annotated[int, Field(ge=0, lt=2**63)] = 0
+) -> dict[str, Any]:
     """List moves, newest first: the live ones, or all."""
     require(request, Role.VIEWER)
-    rows = _rows().order_by("-id")
+    rows = _rows()
     if live:
         rows = rows.exclude(phase__in=ENDED)
-    return [_out(move) for move in rows[: max(1, min(limit, 500))]]
+    return page(rows, "pk", after, _out, newest_first=True)
 
 
 @router.post("", response={201: MoveOut, **REFUSALS})
@@ -116,9 +118,9 @@ def start(request: HttpRequest, body: StartIn) -> tuple[int, dict[str, Any]]:
     actor = require(request, Role.OPERATOR)
     options = body.dict(exclude={"tenant", "target_cell", "target_store"})
     move = services.start(
-        _named(Tenant, "tenant", slug=body.tenant),
-        target_cell=_named(Cell, "cell", slug=body.target_cell),
-        target_store=_named(Store, "store", key=body.target_store),
+        find(Tenant, "tenant", slug=body.tenant),
+        target_cell=find(Cell, "cell", slug=body.target_cell),
+        target_store=find(Store, "store", key=body.target_store),
         by=actor.name,
         now=database_now(),
         **options,
@@ -213,13 +215,6 @@ def _move(pk: int) -> TenantMigration:
     row: TenantMigration | None = _rows().filter(pk=pk).first()
     if row is None:
         raise NotFound(f"There is no move mv-{pk}.")
-    return row
-
-
-def _named(model: Any, what: str, **key: str) -> Any:
-    row = model.objects.filter(**key).first()
-    if row is None:
-        raise NotFound(f"There is no {what} {next(iter(key.values()))}.")
     return row
 
 

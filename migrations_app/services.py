@@ -45,10 +45,6 @@ class NotNow(Refused):
     """The move's phase, or what was asked before, does not allow it."""
 
 
-class ReasonMissing(Refused):
-    """Every act on a move needs a reason, for whoever reads the log later."""
-
-
 class NotTyped(Refused):
     """The typed confirmation is not the tenant's name."""
 
@@ -554,8 +550,7 @@ def _plain(value: Any) -> Any:
 
 
 def _require(reason: str) -> None:
-    if not reason.strip():
-        raise ReasonMissing("Say why, in a sentence: whoever reads the log later needs it.")
+    tenants.check_reason(reason)
     _storable(reason)
 
 
