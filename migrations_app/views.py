@@ -267,6 +267,13 @@ def close_fence(request: HttpRequest, pk: int) -> HttpResponse:
 
 @require_http_methods(["GET", "HEAD", "POST"])
 @access(Role.OPERATOR)
+def cancel_fence(request: HttpRequest, pk: int) -> HttpResponse:
+    """Take the drain back before its fence closes."""
+    return _ask(request, pk, "cancel_fence", services.cancel_fence)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
 def hold_fence(request: HttpRequest, pk: int) -> HttpResponse:
     """Move the fence's deadline, once."""
     seconds = _number(request.POST.get("seconds", ""))
@@ -332,7 +339,12 @@ def recopy(request: HttpRequest, pk: int) -> HttpResponse:
     """Repair the chosen mismatches, or all of them."""
 
     def call(seen: Seen) -> None:
-        chosen = [int(text) for text in request.POST.getlist("mismatch") if text.isdecimal()]
+        chosen = [
+            int(text)
+            for text in request.POST.getlist("mismatch")
+            # Longer ones are no id that a database holds, nor a number that int() takes.
+            if text.isdecimal() and len(text) < 19
+        ]
         services.recopy(
             seen.move,
             mismatch_ids=rows.repairable(seen) if request.POST.get("all") else chosen,

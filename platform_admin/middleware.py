@@ -7,7 +7,9 @@ import uuid
 from collections.abc import Callable
 from urllib.parse import urlencode, urlsplit
 
+from django.conf import settings
 from django.contrib.auth.middleware import LoginRequiredMiddleware
+from django.contrib.sessions.middleware import SessionMiddleware
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.urls import reverse
 
@@ -40,6 +42,21 @@ def request_id_middleware(
     return middleware
 
 
+class SaneSession(SessionMiddleware):
+    """Take a session cookie that no session can have for none.
+
+    A quoted cookie may spell a NUL ("\\000"), which PostgreSQL does not even look up: anybody
+    could fill the log with errors of ours.
+    """
+
+    def process_request(self, request: HttpRequest) -> None:
+        """Drop such a cookie before anything reads it."""
+        key = request.COOKIES.get(settings.SESSION_COOKIE_NAME, "")
+        if not (key.isascii() and key.isalnum()):
+            request.COOKIES.pop(settings.SESSION_COOKIE_NAME, None)
+        super().process_request(request)
+
+
 class SignInRequired(LoginRequiredMiddleware):
     """Send people without a session to the sign-in page, the whole page with them.
 
@@ -52,6 +69,13 @@ class SignInRequired(LoginRequiredMiddleware):
         """Answer htmx with 401 and where the page should go; everybody else with a redirect."""
         if request.headers.get("HX-Request") != "true":
             return super().handle_no_permission(request, view_func)
-        seen = urlsplit(request.headers.get("HX-Current-URL", ""))
-        back = urlencode({"next": seen.path or "/"})
+        back = urlencode({"next": _path(request.headers.get("HX-Current-URL", ""))})
         return HttpResponse(status=401, headers={"HX-Redirect": f"{reverse('login')}?{back}"})
+
+
+def _path(url: str) -> str:
+    """Return the path of an address that a caller sent; / where it is none."""
+    try:
+        return urlsplit(url).path or "/"
+    except ValueError:
+        return "/"

@@ -143,6 +143,24 @@ def test_a_poll_after_the_session_ended_moves_the_whole_page_to_the_sign_in(
     assert answer["HX-Redirect"] == f"{reverse('login')}?next={page.replace('/', '%2F')}"
 
 
+@pytest.mark.parametrize("url", ["http://[", "http://\u2100.example", "\0"])
+def test_a_poll_that_names_no_address_leads_to_the_overview(
+    url: str, people: People, move: TenantMigration
+) -> None:
+    headers = HTMX | {"HX-Current-URL": url}
+    answer = people.stranger.get(reverse("facts", args=[move.pk]), headers=headers)
+    assert answer.status_code == 401
+    assert answer["HX-Redirect"] == f"{reverse('login')}?next=%2F"
+
+
+@pytest.mark.parametrize(
+    "cookie", ['"\\000aaaaaaaaaaaa"', "../../aaaaaaaa", '"\\355\\240\\200aaaaaaaa"']
+)
+def test_a_cookie_that_no_session_has_is_a_stranger(cookie: str, people: People) -> None:
+    answer = people.stranger.get("/", headers={"Cookie": f"sessionid={cookie}"})
+    assert answer["Location"] == f"{reverse('login')}?next=/"
+
+
 def test_a_form_from_another_site_is_refused(people: People, move: TenantMigration) -> None:
     client = Client(enforce_csrf_checks=True)
     client.cookies = people.operator.cookies

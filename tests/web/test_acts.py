@@ -21,6 +21,7 @@ DIALOGS = [
     ("abort", Phase.VERIFY, {}),
     ("pause", Phase.BACKFILL, {}),
     ("close_fence", Phase.BACKFILL, {}),
+    ("cancel_fence", Phase.BACKFILL, {}),
     ("hold_fence", Phase.VERIFY, {"seconds": "90"}),
     ("confirm_offboard", Phase.SOAK, {"typed": "acme"}),
     ("leave_behind", Phase.REOPEN, {}),
@@ -29,7 +30,7 @@ DIALOGS = [
 NEEDS_REASON = [row for row in DIALOGS if row[0] != "confirm_offboard"]
 READY = {
     "close_fence": {"stage": "ready", "passes": 2},
-    "leave_behind": {"failures": 2, "failure": "no answer"},
+    "leave_behind": {"failures": 2, "failure": "no answer", "stage": "clean"},
 }
 
 
@@ -37,6 +38,8 @@ def made(moving: Moving, verb: str, phase: Phase, at: datetime) -> TenantMigrati
     extra = dict(READY.get(verb, {}))
     if verb == "close_fence":
         extra["pass_ended_at"] = at
+    if verb == "cancel_fence":
+        extra |= {"drain_requested_at": at, "drain_requested_by": "omar"}
     return moving(phase, **extra)
 
 
@@ -270,4 +273,13 @@ def test_nothing_is_copied_again_after_the_target_was_published(
 def test_words_in_the_mismatch_field_are_no_mismatch(moving: Moving, people: People) -> None:
     move = moving(Phase.VERIFY)
     answer = people.operator.post(address("recopy", move), {"mismatch": "x; --"}, headers=HTMX)
+    assert answer.status_code == 409
+
+
+@pytest.mark.parametrize("number", ["9" * 19, "9" * 5_000])
+def test_a_number_that_no_database_holds_is_no_mismatch(
+    number: str, moving: Moving, people: People
+) -> None:
+    move = moving(Phase.VERIFY)
+    answer = people.operator.post(address("recopy", move), {"mismatch": number}, headers=HTMX)
     assert answer.status_code == 409
