@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from migrations_app.domain.phases import Phase
 from migrations_app.domain.quote import Quote, quote
 from migrations_app.models import TenantMigration
 from tenants import queries as tenants_queries
 from tenants.models import DirtyLine
+
+# What a step says of a store that answers and has not the guard row that the move made there.
+GUARD_LOST = "has lost its guard row"
 
 
 def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
@@ -44,3 +48,9 @@ def changed_since_pass(move: TenantMigration) -> int:
 def open_mismatches(move: TenantMigration) -> int:
     """Return how many mismatches still block TARGET."""
     return move.mismatches.filter(resolved_at=None).count()
+
+
+def stuck_at_cleaning(move: TenantMigration) -> bool:
+    """Return whether an abort only fails at removing its copy, so that a person may leave it."""
+    cleaning = move.stage == "clean" or GUARD_LOST in move.failure
+    return move.phase == Phase.REOPEN and move.failures > 0 and cleaning

@@ -12,7 +12,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import F
 
 from durable.errors import Refused
-from migrations_app import ports
+from migrations_app import ports, queries
 from migrations_app.domain.phases import ENDED, FENCED, UNPAUSABLE, WAY_OUT, Mode, Phase
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import START, Finding, StoreRefused, Survey
@@ -293,8 +293,7 @@ def leave_behind(
     """End an abort although the target can't be reached to clean it; what is there stays."""
     _require(reason)
     with _asking(move, "leave_behind", seen=seen, by=by, reason=reason, now=now) as row:
-        cleaning = row.stage == "clean" or GUARD_LOST in row.failure
-        if row.phase != Phase.REOPEN or not row.failures or not cleaning:
+        if not queries.stuck_at_cleaning(row):
             raise NotNow(f"{row} is not stuck at cleaning its target.")
         row.leave_requested_at, row.leave_requested_by = now, by
 
@@ -457,8 +456,6 @@ REASON_CHARACTERS = 2_000
 # The fast cadence is asked for this far past the moment that needs it; it ends by itself, so no
 # killed worker leaves a cell polling fast for ever.
 HURRY = timedelta(seconds=60)
-# What a step says of a store that answers and has not the guard row that the move made there.
-GUARD_LOST = "has lost its guard row"
 # The columns that people write; everything else of a move is the driver's.
 REQUESTS = (
     "pause_requested_at",

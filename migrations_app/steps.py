@@ -753,7 +753,7 @@ def _guards(move: TenantMigration, store: SessionStore, name: str) -> bool:
     guard = store.guard()
     if guard is None and move.guarded and move.leave_requested_at is None:
         raise GuardLost(
-            f"{name} {services.GUARD_LOST}, so {move} can't undo there what it did. Bring the"
+            f"{name} {queries.GUARD_LOST}, so {move} can't undo there what it did. Bring the"
             " store back as it was, or end the move with leftovers."
         )
     return guard is not None and guard.move == move.pk

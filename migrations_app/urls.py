@@ -30,6 +30,7 @@ urlpatterns = [
     path(f"{MOVE}/resume/", views.resume, name="resume"),
     path(f"{MOVE}/abort/", views.abort, name="abort"),
     path(f"{MOVE}/drain/", views.close_fence, name="close_fence"),
+    path(f"{MOVE}/drain/cancel/", views.cancel_fence, name="cancel_fence"),
     path(f"{MOVE}/hold/", views.hold_fence, name="hold_fence"),
     path(f"{MOVE}/offboard/", views.confirm_offboard, name="confirm_offboard"),
     path(f"{MOVE}/leave/", views.leave_behind, name="leave_behind"),

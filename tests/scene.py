@@ -335,7 +335,7 @@ def mismatches(row: TenantMigration, *, now: datetime) -> list[Mismatch]:
             "u-01184",
             "",
             "user",
-            'user:tier is "pro" on source, "basic" on target',
+            "user:tier differs",
             Looks.OLD_SHARED_WON,
         ),
         ("u-00371", "b204e6d8", "events", "event 41 of 44 is missing", Looks.FENCE_LEAK),

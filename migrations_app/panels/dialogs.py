@@ -33,6 +33,7 @@ def dialog(seen: Seen, verb: str, *, quote: Quote | None, now: datetime) -> Dial
     build = {
         "abort": _abort_dialog,
         "pause": _pause_dialog,
+        "cancel_fence": _cancel_dialog,
         "hold_fence": _hold_dialog,
         "confirm_offboard": _offboard_dialog,
         "leave_behind": _leave_dialog,
@@ -171,6 +172,23 @@ def _drain_dialog(seen: Seen, quote: Quote | None, now: datetime) -> Dialog:
         ),
         "Close fence, start drain",
         "Not yet",
+    )
+
+
+def _cancel_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    lives = f"{move.tenant} goes on being served on {move.source_store}"
+    return Dialog(
+        "cancel_fence",
+        f"Take back the drain of {move.tenant}?",
+        (
+            ("Happens now", f"The fence stays open. {lives}; passes go on."),
+            ("Kept", f"What has been copied: {_copies(move)} on {move.target_store}."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Start drain, at any time."),
+        ),
+        "Take back, keep fence open",
+        "Let it close",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
+from migrations_app import queries
 from migrations_app.domain.phases import UNPAUSABLE, Phase
 from migrations_app.panels.seen import Seen, ways_out
 from tenants.domain.words import Status, clock
@@ -67,7 +68,7 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
     if seen.ended:
         return
     if phase == Phase.REOPEN:
-        stuck = move.failures > 0 and move.leave_requested_at is None
+        stuck = queries.stuck_at_cleaning(move) and move.leave_requested_at is None
         why = "" if stuck else "The abort cleans the target by itself."
         yield Action("leave_behind", "Leave copy behind…", stuck, danger=True, why=why)
         return
@@ -102,7 +103,7 @@ def _drain_action(seen: Seen, now: datetime) -> Action:
     if move.drain_requested_at is not None:
         at = clock(move.drain_requested_at, now)
         why = f"{move.drain_requested_by} started the drain at {at}; it waits for the last pass."
-        return Action("close_fence", label, False, why=why)
+        return Action("cancel_fence", "Take back drain…", not seen.aborting, why=why)
     if move.pass_ended_at is None:
         return Action("close_fence", label, False, why="Start drain opens after the first pass.")
     if seen.open_mismatches:

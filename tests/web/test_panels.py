@@ -199,6 +199,27 @@ def test_a_move_that_waits_for_somebody_offers_the_drain_first(
     assert (drain.verb, drain.enabled, drain.primary) == ("close_fence", True, True)
 
 
+def test_a_drain_that_waits_for_its_pass_can_be_taken_back(moving: Moving, at: datetime) -> None:
+    move = moving(Phase.BACKFILL, passes=2, drain_requested_at=at, drain_requested_by="omar")
+    first = head.head(read(move), now=at).actions[0]
+    assert (first.verb, first.enabled) == ("cancel_fence", True)
+    assert first.why.startswith("omar started the drain at ")
+
+
+def test_an_abort_that_is_stuck_at_cleaning_can_be_ended(moving: Moving, at: datetime) -> None:
+    stuck = {"failures": 1, "failure": "no answer"}
+    for columns, enabled in (
+        ({}, []),
+        ({"stage": "", **stuck}, []),
+        ({"stage": "clean", **stuck}, ["leave_behind"]),
+        ({"stage": "", "failures": 1, "failure": f"x {queries.GUARD_LOST}, so"}, ["leave_behind"]),
+    ):
+        move = moving(Phase.REOPEN, **columns)
+        actions = head.head(read(move), now=at).actions
+        assert [action.verb for action in actions if action.enabled] == enabled
+        move.delete()
+
+
 def test_a_move_that_gave_up_is_news_until_its_tenant_moves_again(
     here: make.Cast, at: datetime
 ) -> None:
