@@ -3,8 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
-# A throw-away PostgreSQL and Redis (or DATABASE_URL and REDIS_URL), then the command behind --.
-WITH_SERVERS := $(RUN) -m bench.servers --
+# A throw-away PostgreSQL and Redis (or DATABASE_URL and REDIS_URL), for the command behind --.
+WITH_SERVERS := $(RUN) -m bench.servers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint fmt bench serve lock clean
@@ -16,10 +16,10 @@ demo: $(READY) ## one tenant moves while agents keep talking (ONCE=1: exit when 
 	@$(RUN) -m bench.demo $(if $(ONCE),--once)
 
 test: $(READY) ## everything, against real PostgreSQL, Redis, google-adk and Chromium
-	@$(WITH_SERVERS) $(RUN) -m pytest $(ARGS)
+	@$(WITH_SERVERS) -- $(RUN) -m pytest $(ARGS)
 
 check: lint ## lint, then the tests that need no browser: before each commit
-	@$(WITH_SERVERS) $(RUN) -m pytest -m "not browser" $(ARGS)
+	@$(WITH_SERVERS) --no-browser -- $(RUN) -m pytest -m "not browser" $(ARGS)
 
 lint: $(READY) ## format, style, types, import contracts, settings, schema: nothing is changed
 	@$(VENV)/bin/ruff format --check .
@@ -34,7 +34,7 @@ fmt: $(READY) ## put code into the form that lint wants
 	@$(VENV)/bin/ruff check --fix .
 
 bench: $(READY) ## measure against the bars (NAME=copy: only that one)
-	@$(WITH_SERVERS) $(RUN) -m bench $(NAME) $(ARGS)
+	@$(WITH_SERVERS) --no-browser --durable -- $(RUN) -m bench $(NAME) $(ARGS)
 
 serve: $(READY) ## the embedded default: pages, workers and beat on this machine
 	@$(RUN) manage.py serve

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -80,8 +81,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def postgres() -> Iterator[str]:
-    """Run a private PostgreSQL server; yields its URL, database `switchyard`."""
+def postgres(*, durable: bool = False) -> Iterator[str]:
+    """Run a private PostgreSQL server; yields its URL, database `switchyard`.
+
+    Not durable: its data ends with it, so nothing waits for a disk. What is measured is
+    measured on a durable one.
+    """
     server, initdb = _program("postgres"), _program("initdb")
     with TemporaryDirectory(prefix="switchyard-postgres-") as name:
         home, password, port = Path(name), secrets.token_urlsafe(16), free_port()
@@ -98,6 +103,7 @@ def postgres() -> Iterator[str]:
                 *(["setpriv", *user] if user else []),
                 *(initdb, "-D", str(home / "data"), "-U", "postgres", "-A", "scram-sha-256"),
                 *(f"--pwfile={home / 'password'}", "-E", "UTF8", "--locale=C"),
+                *([] if durable else ["--no-sync"]),
             ],
             check=True,
             cwd="/",
@@ -106,6 +112,7 @@ def postgres() -> Iterator[str]:
         command = [
             *(server, "-D", str(home / "data"), "-h", "127.0.0.1", "-p", str(port)),
             *("-c", "unix_socket_directories=", "-c", "max_connections=200"),
+            *([] if durable else ["-c", "fsync=off", "-c", "full_page_writes=off"]),
         ]
         address = f"postgres://postgres:{password}@127.0.0.1:{port}"
         # SIGINT is a fast shutdown: open connections are closed, nothing is waited for.
@@ -131,7 +138,7 @@ def redis() -> Iterator[str]:
 
 
 @contextmanager
-def environment(*, browser: bool = True) -> Iterator[dict[str, str]]:
+def environment(*, browser: bool = True, durable: bool = False) -> Iterator[dict[str, str]]:
     """Yield the variables that name the servers, starting those that nobody named."""
     wanted = [
         *([] if os.environ.get("DATABASE_URL") else ["postgres"]),
@@ -141,7 +148,8 @@ def environment(*, browser: bool = True) -> Iterator[dict[str, str]]:
     require(wanted)
     with ExitStack() as stack:
         found = {
-            "DATABASE_URL": os.environ.get("DATABASE_URL") or stack.enter_context(postgres()),
+            "DATABASE_URL": os.environ.get("DATABASE_URL")
+            or stack.enter_context(postgres(durable=durable)),
             "REDIS_URL": os.environ.get("REDIS_URL") or stack.enter_context(redis()),
             # The product's own files (secret key, beat's schedule) stay out of the checkout.
             "SWITCHYARD_HOME": stack.enter_context(TemporaryDirectory(prefix="switchyard-home-")),
@@ -164,17 +172,33 @@ def run(command: Sequence[str], extra: Mapping[str, str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] != "--" or len(arguments) < 2:
-        print("usage: python -m bench.servers -- COMMAND [ARGUMENT...]", file=sys.stderr)
+    own, separator, command = _split(arguments)
+    if not separator or not command:
+        print(
+            "usage: python -m bench.servers [--no-browser] [--durable] -- COMMAND [ARGUMENT...]",
+            file=sys.stderr,
+        )
         return 2
+    options = ArgumentParser(prog="python -m bench.servers")
+    options.add_argument("--no-browser", action="store_true", help="the command drives none")
+    options.add_argument("--durable", action="store_true", help="as a real server: to measure on")
+    chosen = options.parse_args(own)
     # Ended while a server starts: clean up as at any other end.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with environment() as found:
-            return run(arguments[1:], found)
+        with environment(browser=not chosen.no_browser, durable=chosen.durable) as found:
+            return run(command, found)
     except Missing as missing:
         print(missing, file=sys.stderr)
         return 1
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """Return what stands before the first "--", whether there is one, and what stands behind."""
+    if "--" not in arguments:
+        return list(arguments), False, []
+    at = list(arguments).index("--")
+    return list(arguments[:at]), True, list(arguments[at + 1 :])
 
 
 def _program(name: str) -> str:
