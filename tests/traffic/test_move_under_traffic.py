@@ -6,6 +6,8 @@ stream, call tools that take seconds, and are cancelled anywhere.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,8 +29,18 @@ from tenants.models import Cell, Store, Tenant
 
 FLEETS = ("agents-1", "agents-2")
 TURNS = 1_000
+# With kills: enough to talk through every phase.
+TURNS_WITH_KILLS = 500
 # Of the turns, those that must have been taken before the move starts.
 BEFORE = 150
+# Who is killed (-9) as soon as the move is seen in a phase.
+KILLS = {
+    Phase.BACKFILL: ("bulk", "beat"),
+    Phase.DRAIN: ("prompt",),
+    Phase.DELTA: ("web",),
+    Phase.VERIFY: ("prompt",),
+    Phase.SOAK: ("web", "bulk"),
+}
 WITHIN_SECONDS = 180.0
 # A refusal reaches a client a moment after the fence, by the client's own clock.
 SLACK_SECONDS = 2.0
@@ -45,8 +57,13 @@ class Outcome:
 
 @pytest.fixture
 def outcome(
-    transactional_db: None, server_url: str, new_database: Callable[[], str], tmp_path: Path
+    request: pytest.FixtureRequest,
+    transactional_db: None,
+    server_url: str,
+    new_database: Callable[[], str],
+    tmp_path: Path,
 ) -> Iterator[Outcome]:
+    turns, kills = request.param
     scene = Scene(
         home=tmp_path,
         stores={
@@ -66,6 +83,8 @@ def outcome(
         "SWITCHYARD_HOME": str(tmp_path),
         # google-adk announces its experimental parts.
         "PYTHONWARNINGS": "ignore",
+        # A killed worker costs this much, not more.
+        "DURABLE_LEASE_SECONDS": "15",
         **scene.environment,
     }
     tokens = scene.onboard(now=database_now())
@@ -85,7 +104,7 @@ def outcome(
                 address=f"http://127.0.0.1:{port}",
                 tokens=tokens,
                 think_seconds=0.0,
-                turns=TURNS // len(FLEETS),
+                turns=turns // len(FLEETS),
             )
         )
         journals = [tmp_path / "journal" / f"{name}.jsonl" for name in FLEETS]
@@ -103,8 +122,12 @@ def outcome(
             offboard_automatically=True,
         )
 
+        left = dict(kills)
+
         def over() -> bool:
             move.refresh_from_db()
+            for name in left.pop(Phase(move.phase), ()):
+                os.kill(supervisor.pid(name), signal.SIGKILL)
             return move.phase in ENDED and not any(map(supervisor.running, FLEETS))
 
         _until(supervisor, over)
@@ -119,6 +142,7 @@ def outcome(
 
 
 @pytest.mark.timeout(2 * WITHIN_SECONDS)
+@pytest.mark.parametrize("outcome", [(TURNS, {})], indirect=True, ids=["calm"])
 def test_a_thousand_turns_through_a_move_lose_and_double_nothing(outcome: Outcome) -> None:
     move, verdict = outcome.move, outcome.verdict
     assert move.phase == Phase.DONE, move.failure
@@ -133,6 +157,20 @@ def test_a_thousand_turns_through_a_move_lose_and_double_nothing(outcome: Outcom
     begin, end = move.fence_closed_at.timestamp(), move.fence_opened_at.timestamp()
     assert verdict.refused_outside("acme", begin, end + SLACK_SECONDS) == 0
     assert set(verdict.refused) <= {"Draining", "Moved", "Behind"}
+
+
+@pytest.mark.timeout(2 * WITHIN_SECONDS)
+@pytest.mark.parametrize("outcome", [(TURNS_WITH_KILLS, KILLS)], indirect=True, ids=["killed"])
+def test_worker_beat_and_web_killed_under_traffic_lose_and_double_nothing(
+    outcome: Outcome,
+) -> None:
+    move, verdict = outcome.move, outcome.verdict
+    # Finished, or aborted by its own budget: either way on one side, whole.
+    assert move.phase in ENDED, move.failure
+    assert sum(outcome.restarts.values()) >= 3
+    assert verdict.examples == []
+    assert verdict.clean, str(verdict)
+    assert verdict.failed == 0
 
 
 def _until(supervisor: Supervisor, true: Callable[[], bool]) -> None:
