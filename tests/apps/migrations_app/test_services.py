@@ -17,7 +17,7 @@ from migrations_app import ports, services
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from tenants import services as tenants
-from tenants.models import AuditEntry, Cell
+from tenants.models import AuditEntry, Cell, RuntimeInstance
 from tests import make, scene
 from tests.stores import EMPTY, Raw
 from tests.world import APP, World
@@ -160,6 +160,28 @@ def test_a_cell_whose_quota_is_only_assumed_takes_nobody(files: World) -> None:
 def test_an_instance_that_could_not_open_the_target_store_is_named(files: World) -> None:
     scene.instances(files.cast.other_cell, ["eu1-b-4"], now=files.clock(), stores=["another"])
     refused(files, services.NotReadyToMove, "eu1-b-4", "store-eu1-b")
+
+
+def test_an_instance_without_the_plugins_of_the_source_is_named(files: World) -> None:
+    here, there = scene.instances(
+        files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"]
+    ) + scene.instances(files.cast.other_cell, ["eu1-b-4"], now=files.clock())
+    RuntimeInstance.objects.filter(pk=here.pk).update(plugins=["tenant-policy", "redact"])
+    RuntimeInstance.objects.filter(pk=there.pk).update(stores=["store-eu1-b"])
+    refused(files, services.NotReadyToMove, "eu1-b-4", "plugins")
+
+
+def test_a_target_that_assigns_its_own_ids_is_refused(files: World) -> None:
+    files.target.make_tables("env:STORE_EU1_B", APP)
+    files.target.run(
+        "create trigger assigns after insert on sessions begin"
+        " update sessions set id = 'assigned-' || new.id where rowid = new.rowid; end"
+    )
+    files.start()
+    for _ in range(3):
+        files.step()
+    assert files.move.phase == Phase.PREPARE
+    assert "assigns its own session ids" in files.move.waiting_for
 
 
 def test_an_id_that_no_store_can_hold_blocks_and_is_named(files: World) -> None:
@@ -400,6 +422,41 @@ def test_an_instance_that_never_acknowledges_aborts_the_move_by_itself(
     assert any("eu1-a-1" in event.note for event in files.move.events.all())
     assert files.source.content(APP) == before
     assert files.owner() == [("cell-eu1-a", "all")]
+
+
+def test_a_turn_that_outlasts_the_drain_bound_aborts_the_move(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("migrations_app.steps.POLL_FOR_SECONDS", 0.0)
+    monkeypatch.setattr(
+        "migrations_app.steps.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
+    )
+    [row] = scene.instances(files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"])
+    scene.instances(files.cast.other_cell, ["eu1-b-1"], now=files.clock(), stores=["store-eu1-b"])
+    files.start()
+    files.run(until=Phase.DRAIN)
+    files.step()
+    assert files.move.fence_version is not None
+    scene.said(row, at=files.clock(), version=files.move.fence_version, in_flight={"acme": 1})
+    files.step()
+    assert files.move.phase == Phase.DRAIN
+    files.clock.pass_by(61)
+    files.run()
+    assert files.move.phase == Phase.ABORTED
+    assert any("1 turns in flight" in event.note for event in files.move.events.all())
+    assert files.agents_may_write(files.source)
+
+
+def test_the_source_stays_closed_and_whole_through_the_soak(both: World) -> None:
+    before = both.source.content(APP)
+    both.start()
+    both.run(until=Phase.SOAK)
+    both.clock.pass_by(30)
+    both.step()
+    assert both.move.phase == Phase.SOAK
+    assert both.source.content(APP) == before
+    assert not both.agents_may_write(both.source)
+    assert both.agents_may_write(both.target)
 
 
 def test_a_chunk_that_is_too_much_for_a_store_is_halved_until_it_fits(
