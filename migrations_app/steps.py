@@ -34,6 +34,7 @@ from migrations_app.models import TenantMigration
 from migrations_app.ports.base import START, Guard, GuardTaken, Key, SessionStore, StoreBusy
 from tenants import queries as tenants_queries
 from tenants import services as tenants
+from tenants.domain.words import duration, limit
 
 # A red preparation is looked at again this often, and a wait for a person.
 LOOK_AGAIN_SECONDS = 5.0
@@ -372,7 +373,8 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
     if age >= FRESH_SECONDS + took:
         return Wait(changes=_stage(""))
     if quote.worst > move.budget_seconds:
-        worst = f"a shorter fence: up to {quote.worst:.0f} s, budget {move.budget_seconds:.0f} s"
+        longest, most = duration(quote.worst), limit(move.budget_seconds)
+        worst = f"a shorter fence: up to {longest}, budget {most}"
         return _waiting(move, worst) if age < max(1, took) else Wait(changes=_stage(""))
     with copying.opened(move, move.source_store) as source:
         older = source.still_writing(move.older_writers)
@@ -384,7 +386,7 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
         return _waiting(move, f"instances to poll at the fast cadence: {names}", seconds=0.2)
     return Go(
         Phase.DRAIN,
-        f"Fence closes: expected {quote.expected:.1f} s, at most {quote.worst:.0f} s",
+        f"Fence closes: expected {duration(quote.expected)}, at most {duration(quote.worst)}",
         {"waiting_for": "", "quote": quote.as_json(), "older_writers": [], **_stage("")},
     )
 
@@ -486,7 +488,7 @@ def _await_proof(move: TenantMigration, clock: Clock) -> Outcome | None:
             missing = [w.name for w in proof.instances if w.state in ("missing", "draining")]
             return Go(
                 Phase.REOPEN,
-                f"Not drained after {move.drain_bound_seconds:.0f} s: {proof.in_flight} turns in"
+                f"Not drained after {limit(move.drain_bound_seconds)}: {proof.in_flight} turns in"
                 f" flight, waiting for {', '.join(missing) or 'nobody'}",
             )
         if time.monotonic() >= until:
@@ -624,7 +626,7 @@ def _verdict(
     return Go(
         Phase.TARGET,
         f"{ours.sessions:,} sessions of {ours.users:,} users are equal on both sides",
-        {"waiting_for": "", **_stage("")},
+        {"waiting_for": "", "sessions": ours.sessions, "users": ours.users, **_stage("")},
     )
 
 
@@ -667,7 +669,7 @@ def target(move: TenantMigration, clock: Clock) -> Outcome:
     return Go(
         Phase.SOAK,
         f"Placement version {row.placement_version}: {move.tenant} lives on {move.target_store}."
-        f" The fence was closed for {closed.total_seconds():.1f} s",
+        f" The fence was closed for {duration(closed.total_seconds())}",
     )
 
 
