@@ -10,12 +10,14 @@ import os
 
 from celery import Celery
 from kombu import Queue
+from kombu.transport import TRANSPORT_ALIASES
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "platform_admin.settings")
 
 from django.conf import settings
 
 app = Celery("switchyard")
+TRANSPORT_ALIASES["files"] = "platform_admin.broker:Transport"
 
 if settings.REDIS_URL:
     broker: dict[str, object] = {"broker_url": settings.REDIS_URL}
@@ -24,7 +26,9 @@ else:
     for name in ("queue", "processed", "control"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     broker = {
-        "broker_url": "filesystem://",
+        "broker_url": "files://",
+        # Nobody inspects these workers from afar; each would have a queue of its own for it.
+        "worker_enable_remote_control": False,
         "broker_transport_options": {
             "data_folder_in": str(folder / "queue"),
             "data_folder_out": str(folder / "queue"),
