@@ -44,7 +44,7 @@ app.conf.update(
     # Results are rows.
     task_ignore_result=True,
     # A long copy on `bulk` never starves a fence on `prompt`.
-    task_queues=[Queue("prompt"), Queue("bulk")],
+    task_queues=[Queue(name, routing_key=name) for name in ("prompt", "bulk")],
     task_default_queue="prompt",
     # A step that hangs is killed well before its claim's lease ends.
     task_time_limit=settings.DURABLE_LEASE_SECONDS * 2 / 3,
