@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from durable.driver import Clock, holding
+from durable.errors import Refused
 from migrations_app import ports
 from migrations_app.domain.mismatch import Difference, Looks, session_difference, shared_difference
 from migrations_app.models import Mismatch, Sample, SessionStamp, TenantMigration
@@ -107,12 +108,31 @@ def opened(move: TenantMigration, store: Store) -> Iterator[SessionStore]:
 
 @contextmanager
 def both(move: TenantMigration) -> Iterator[tuple[SessionStore, SessionStore]]:
-    """Open source and target."""
+    """Open source and target. Raises TablesLost once PREPARE has made sure of their tables."""
     with ExitStack() as stack:
-        yield (
-            stack.enter_context(opened(move, move.source_store)),
-            stack.enter_context(opened(move, move.target_store)),
-        )
+        source = stack.enter_context(opened(move, move.source_store))
+        target = stack.enter_context(opened(move, move.target_store))
+        if move.guarded:
+            check_tables((source, move.source_store), (target, move.target_store))
+        yield source, target
+
+
+class TablesLost(Refused):
+    """A store that had ADK's tables answers without one of them."""
+
+
+def check_tables(*sides: tuple[SessionStore, Store]) -> None:
+    """Raise TablesLost where a table is gone.
+
+    A port without tables reads as empty. Taken for a tenant whose sessions were all deleted, it
+    emptied the target, was equal to it, and was cut over to (tried: a table renamed for a while).
+    """
+    for port, store in sides:
+        if not port.has_tables:
+            raise TablesLost(
+                f"{store} has lost one of ADK's tables since the move began. Bring it back, or"
+                " abort the move."
+            )
 
 
 def cursor(move: TenantMigration) -> Key:

@@ -51,6 +51,12 @@ def open_mismatches(move: TenantMigration) -> int:
 
 
 def stuck_at_cleaning(move: TenantMigration) -> bool:
-    """Return whether an abort only fails at removing its copy, so that a person may leave it."""
-    cleaning = move.stage == "clean" or GUARD_LOST in move.failure
-    return move.phase == Phase.REOPEN and move.failures > 0 and cleaning
+    """Return whether a move only fails at removing a copy, so that a person may leave it.
+
+    An abort removes the target's. OFFBOARD removes the source's, whose database may have been
+    dropped during the soak: without a way out the tenant could never move again.
+    """
+    cleaning = move.phase == Phase.OFFBOARD or (
+        move.phase == Phase.REOPEN and (move.stage == "clean" or GUARD_LOST in move.failure)
+    )
+    return cleaning and move.failures > 0

@@ -18,7 +18,7 @@ from migrations_app.models import TenantMigration
 from migrations_app.ports.base import START, Finding, StoreRefused, Survey
 from tenants import queries as tenants_queries
 from tenants import services as tenants
-from tenants.models import Cell, Store, Tenant
+from tenants.models import Cell, Placement, Store, Tenant
 
 
 class AlreadyMigrating(Refused):
@@ -143,6 +143,13 @@ def start(
     try:
         with transaction.atomic():
             move.save()
+            # Now no other move lives. One may have, and ended, while both stores were looked at.
+            home = Placement.objects.select_related("cell", "store").get(tenant=tenant)
+            if (home.cell, home.store) != (placement.cell, placement.store):
+                raise NotReadyToMove(
+                    f"{tenant} has moved to {home.cell} and {home.store} meanwhile. Nothing was"
+                    " changed: look again."
+                )
             move.events.create(
                 at=now, who=by, was=move.phase, now=move.phase, note=f"Started: {reason}"
             )
@@ -290,11 +297,14 @@ def confirm_offboard(
 def leave_behind(
     move: TenantMigration, *, by: str, reason: str, now: datetime, seen: str | None = None
 ) -> None:
-    """End an abort although the target can't be reached to clean it; what is there stays."""
+    """End a move although the store that it should clean can't be; what is there stays.
+
+    That is the target of an abort, and in OFFBOARD the source.
+    """
     _require(reason)
     with _asking(move, "leave_behind", seen=seen, by=by, reason=reason, now=now) as row:
         if not queries.stuck_at_cleaning(row):
-            raise NotNow(f"{row} is not stuck at cleaning its target.")
+            raise NotNow(f"{row} is not stuck at cleaning a store.")
         row.leave_requested_at, row.leave_requested_by = now, by
 
 

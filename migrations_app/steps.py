@@ -241,6 +241,7 @@ def _mark_seconds(move: TenantMigration, source: SessionStore) -> float:
 def _begin_pass(move: TenantMigration, clock: Clock) -> Wait:
     now = clock()
     with copying.opened(move, move.source_store) as source:
+        _check_source(move, source)
         counts = source.counts()
     with holding(move):
         # What runtimes serve from now on is what the fence will have to copy again.
@@ -258,6 +259,16 @@ def _begin_pass(move: TenantMigration, clock: Clock) -> Wait:
             **_stage("copy"),
         },
     )
+
+
+def _check_source(move: TenantMigration, source: SessionStore) -> None:
+    """Raise unless tables and guard row still are what PREPARE made sure of.
+
+    Found missing behind a closed fence they would have refused the tenant's turns for nothing.
+    """
+    copying.check_tables((source, move.source_store))
+    if not _guards(move, source, str(move.source_store)):
+        raise GuardTaken(f"{move.source_store} is guarded by another move than {move}.")
 
 
 def _end_pass(move: TenantMigration, outcome: Wait, mark_seconds: float, clock: Clock) -> Wait:
@@ -378,6 +389,10 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
         return _waiting(move, worst) if age < max(1, took) else Wait(changes=_stage(""))
     with copying.opened(move, move.source_store) as source:
         older = source.still_writing(move.older_writers)
+        _check_source(move, source)
+        if not source.can_close():
+            # A trigger was dropped: the store would take late writers behind a closed fence.
+            source.provision()
     if older:
         return _waiting(move, f"transactions older than the guard: {', '.join(older)}")
     slow = tenants_queries.fence_waits_for(move.source_cell, now=now)
@@ -617,6 +632,12 @@ def _verdict(
                 " session is equal."
             )
         return Wait(note="The target holds sessions that the source does not")
+    guard = source.guard()
+    if guard is None or guard.move != move.pk or guard.agents:
+        return Go(
+            Phase.REOPEN,
+            f"{move.source_store} is not closed by this move any more: nothing was cut over",
+        )
     # Last: a writer that got past everything else shows here.
     if source.mark() != move.mark:
         return Go(
@@ -691,13 +712,22 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
 def offboard(move: TenantMigration, clock: Clock) -> Outcome:
     """Delete the source's copy, session by session only where it is still what was recorded."""
     meter, timer = Meter(), Timer()
+    if move.leave_requested_at is not None:
+        left = move.stamps.count()
+        return Go(
+            Phase.DONE,
+            f"Ended with leftovers on {move.source_store}, by {move.leave_requested_by}",
+            {"left_behind": left, "ended_at": clock(), "waiting_for": ""},
+        )
     with copying.opened(move, move.source_store) as source:
         source.take(mover=True, agents=False)
         swept = copying.offboard(move, source, meter=meter, timer=timer)
         if not swept.finished:
             return _swept(move, meter, swept, then="")
-        left = move.stamps.count()
-        names = [f"{s.session_id} of {s.user_id}" for s in move.stamps.order_by("pk")[:LEFT_NAMED]]
+        # Counted there and not on our list: a session that we never knew stays as well, and while
+        # one stays its user's state does (and is listed: this loop would never end).
+        left = source.counts().sessions
+        names = [f"{key.session_id} of {key.user_id}" for key, _ in source.page(START, LEFT_NAMED)]
         if not left:
             while shared := source.shared_page(None, copying.CHUNK_MOST):
                 source.delete_shared([row.user_id for row in shared])

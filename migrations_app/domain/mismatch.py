@@ -100,7 +100,7 @@ def _state(source: Mapping[str, Any], target: Mapping[str, Any]) -> Difference |
     ]
     if frozen:
         return Difference(
-            "state", f"{sorted(frozen)[0]} is only on the target", Looks.SHARED_FROZEN
+            "state", f"{_key(sorted(frozen)[0])} is only on the target", Looks.SHARED_FROZEN
         )
     found = _first(source["state"], target["state"], "")
     if found is None and source["update_time"] != target["update_time"]:
@@ -118,7 +118,8 @@ def _first(source: Any, target: Any, path: str) -> str | None:
     """
     if isinstance(source, Mapping) and isinstance(target, Mapping):
         for key in sorted(source.keys() | target.keys()):
-            where = f"{path}{key}" if not path or path.endswith(":") else f"{path}.{key}"
+            dot = "" if not path or path.endswith(":") else "."
+            where = f"{path}{dot}{_key(key)}"
             if key not in target:
                 return f"{where} is only on the source"
             if key not in source:
@@ -137,3 +138,8 @@ def _first(source: Any, target: Any, path: str) -> str | None:
     if type(source) is type(target) and source == target:
         return None
     return f"{path} differs"
+
+
+def _key(key: str) -> str:
+    """Spell a key for our own row: JSON may hold NUL and lone surrogates, PostgreSQL neither."""
+    return key if key.isprintable() else ascii(key)[1:-1]

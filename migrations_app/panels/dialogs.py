@@ -243,6 +243,25 @@ def _offboard_dialog(seen: Seen, now: datetime) -> Dialog:
 
 def _leave_dialog(seen: Seen, now: datetime) -> Dialog:
     move = seen.move
+    if seen.phase == Phase.OFFBOARD:
+        return Dialog(
+            "leave_behind",
+            f"End {move} and leave its copy on {move.source_store}?",
+            (
+                ("Happens now", f"The move ends as DONE without cleaning {move.source_store}."),
+                ("Kept", f"{move.tenant} is served on {move.target_store}, as it is now."),
+                (
+                    "Left behind",
+                    f"What is still of {move.tenant} on {move.source_store}, closed to agents. A"
+                    " later move there removes it first.",
+                ),
+                ("Thrown away", "Nothing."),
+                ("Undo", "None; the copy can be removed by hand."),
+            ),
+            "End, leave copy behind",
+            "Keep trying",
+            danger=True,
+        )
     return Dialog(
         "leave_behind",
         f"End {move} and leave its copy on {move.target_store}?",

@@ -72,7 +72,9 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
         why = "" if stuck else "The abort cleans the target by itself."
         yield Action("leave_behind", "Leave copy behind…", stuck, danger=True, why=why)
         return
-    if phase in (Phase.SOAK, Phase.OFFBOARD):
+    if phase == Phase.OFFBOARD and queries.stuck_at_cleaning(move):
+        yield Action("leave_behind", "Leave copy behind…", not move.leave_requested_at, danger=True)
+    elif phase in (Phase.SOAK, Phase.OFFBOARD):
         yield _offboard_action(seen, now)
     else:
         yield _drain_action(seen, now)

@@ -169,6 +169,10 @@ class SessionStore(Protocol):
     """One tenant's side of one store."""
 
     # --- looking; changes nothing. Without ADK's tables everything is empty -------------
+    @property
+    def has_tables(self) -> bool:
+        """Whether all of ADK's tables are there."""
+
     def survey(self) -> Survey:
         """Say what the store is and holds. Raises OldSchema, NotASessionStore, ColumnsDiffer.
 
@@ -223,6 +227,9 @@ class SessionStore(Protocol):
 
         Bounded waits (1 s) on other tenants' locks; raises StoreBusy to be tried again.
         """
+
+    def can_close(self) -> bool:
+        """Whether every closing trigger stands, so that the guard row is heeded."""
 
     def adopt(self, found: Guard | None, *, mover: bool, agents: bool) -> None:
         """Make the guard row this move's, if it is still what the survey `found`.

@@ -25,6 +25,7 @@ DIALOGS = [
     ("hold_fence", Phase.VERIFY, {"seconds": "90"}),
     ("confirm_offboard", Phase.SOAK, {"typed": "acme"}),
     ("leave_behind", Phase.REOPEN, {}),
+    ("leave_behind", Phase.OFFBOARD, {}),
 ]
 # What was typed says it all.
 NEEDS_REASON = [row for row in DIALOGS if row[0] != "confirm_offboard"]
