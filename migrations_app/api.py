@@ -6,14 +6,14 @@ from datetime import datetime
 from typing import Annotated, Any
 
 from django.http import HttpRequest
-from ninja import Router, Schema
-from pydantic import AwareDatetime, Field
+from ninja import Router, Schema, Status
+from pydantic import Field
 
 from durable.clock import database_now
 from migrations_app import queries, services
 from migrations_app.domain.phases import ENDED
 from migrations_app.models import TenantMigration
-from tenants.api import Error, NotFound, PageOut, Reason, Slug, find, page, require
+from tenants.api import Error, Moment, NotFound, PageOut, Reason, Slug, find, page, require
 from tenants.domain.roles import Role
 from tenants.models import Cell, Store, Tenant
 
@@ -72,7 +72,7 @@ class StartIn(Schema):
     reason: Reason
     # False: the fence closes when somebody says so.
     automatic: bool = False
-    fence_not_before: AwareDatetime | None = None
+    fence_not_before: Moment | None = None
     budget_seconds: Seconds = 150.0
     drain_bound_seconds: Seconds = 60.0
     soak_seconds: Seconds = 72 * 3600.0
@@ -92,7 +92,8 @@ class HoldIn(ActIn):
 
 
 class RecopyIn(ActIn):
-    mismatches: Annotated[list[int], Field(max_length=10_000)]
+    # No larger than an id can be: SQLite's driver fails on such a number.
+    mismatches: Annotated[list[Annotated[int, Field(ge=1, lt=2**63)]], Field(max_length=10_000)]
 
 
 class ConfirmIn(ActIn):
@@ -113,7 +114,7 @@ def moves(
 
 
 @router.post("", response={201: MoveOut, **REFUSALS})
-def start(request: HttpRequest, body: StartIn) -> tuple[int, dict[str, Any]]:
+def start(request: HttpRequest, body: StartIn) -> Status[dict[str, Any]]:
     """Start a move."""
     actor = require(request, Role.OPERATOR)
     options = body.dict(exclude={"tenant", "target_cell", "target_store"})
@@ -125,7 +126,7 @@ def start(request: HttpRequest, body: StartIn) -> tuple[int, dict[str, Any]]:
         now=database_now(),
         **options,
     )
-    return 201, _out(move)
+    return Status(201, _out(move))
 
 
 @router.get("/{pk}", response={200: MoveOut, **REFUSALS})
@@ -194,7 +195,7 @@ def confirm_offboard(request: HttpRequest, pk: int, body: ConfirmIn) -> dict[str
 
 @router.post("/{pk}/leave-behind", response={200: MoveOut, **REFUSALS})
 def leave_behind(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
-    """End an abort although the target can't be reached."""
+    """End a move although what it should clean can't be reached."""
     return _act(request, pk, services.leave_behind, body)
 
 

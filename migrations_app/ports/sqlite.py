@@ -93,13 +93,18 @@ class SqliteStore:
     # --- opening, statements, errors -----------------------------------------------------
 
     def _connect(self, *, create: bool = False) -> sqlite3.Connection:
-        if not Path(self.path).parent.is_dir():
+        try:
+            folder, file = Path(self.path).parent.is_dir(), Path(self.path).exists()
+        except (OSError, ValueError):
+            # A folder that may not be looked into, or no name at all; the error quotes the path.
+            folder = file = False
+        if not folder:
             raise Unreachable(
-                f"The folder of {self.where} is not on this machine. A store in a file is reached"
-                " only where the file is: mount it, or correct the address."
+                f"The folder of {self.where} can't be looked into from here. A store in a file is"
+                " reached only where the file is: mount it, or correct the address."
             )
         # A file that is not there yet is an empty store; looking must not make it.
-        there = create or Path(self.path).exists()
+        there = create or file
         with self.clean():
             connection = sqlite3.connect(
                 # rw and not ro: what a killed writer left (a hot journal) can't be read without

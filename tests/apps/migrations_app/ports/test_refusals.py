@@ -240,6 +240,14 @@ def test_a_folder_that_is_not_there_is_unreachable(address: Callable[[str], None
         pass
 
 
+def test_a_path_that_no_system_takes_is_unreachable_and_not_quoted(
+    address: Callable[[str], None],
+) -> None:
+    address(f"sqlite:////{'secret' * 60}/a.db")
+    with refused(Unreachable, "secret"), open_store("adk-sql", "env:STORE", app_name=ACME):
+        pass
+
+
 def test_a_file_of_another_kind_is_no_session_store(
     tmp_path: Path, address: Callable[[str], None]
 ) -> None:
