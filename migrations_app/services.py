@@ -506,8 +506,10 @@ def _asking(
         yield row
         after = {name: getattr(row, name) for name in REQUESTS}
         changed = {name: after[name] for name in REQUESTS if after[name] != before[name]}
-        # A row that backs off is looked at now; a second claim beside a slow first is safe.
-        soon = {"due_at": now} if row.failures and row.due_at is not None else {}
+        # Nobody works on a row whose last claim has settled: whatever it waits for, it is looked
+        # at now. One that backs off too: a second claim beside a slow first is safe.
+        idle = row.settled == row.claim or row.failures > 0
+        soon = {"due_at": now} if idle and row.due_at is not None else {}
         TenantMigration.objects.filter(pk=row.pk).update(
             version=F("version") + 1, **changed, **soon
         )

@@ -269,6 +269,17 @@ def test_a_request_is_logged_and_audited_with_what_it_changed(files: World) -> N
     assert move.events.first().note == "Pause: lunch"
 
 
+def test_a_request_is_answered_at_once_although_the_move_rests(files: World) -> None:
+    files.start(pace_per_second=0.01)
+    files.run(until=Phase.BACKFILL)
+    while files.move.stage != "copy" or not files.move.done:
+        files.step()
+    assert files.move.due_at is not None
+    assert (files.move.due_at - files.clock()).total_seconds() > 50
+    services.abort(files.move, by="ada", reason="too slow", now=files.clock())
+    assert files.move.due_at == files.clock()
+
+
 def test_a_stale_page_changes_nothing(files: World) -> None:
     files.start()
     files.run(until=Phase.BACKFILL)
