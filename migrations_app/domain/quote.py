@@ -85,7 +85,9 @@ def quote(
         (
             Part(
                 "drain",
-                "turns that are running, and one poll",
+                "running turns may take their longest; one poll"
+                if running_seconds
+                else "no turn is running; one poll",
                 drain,
                 drain_bound_seconds + POLL_SECONDS,
             ),
