@@ -40,6 +40,10 @@ class TenantMigration(Durable):
     soak_seconds = models.FloatField(default=72 * 3600.0)
     # Sessions per second in BACKFILL. NULL: as fast as both stores allow.
     pace_per_second = models.FloatField(null=True, blank=True)
+    # When BACKFILL should be through: the pace follows from it. NULL: `pace_per_second` rules.
+    finish_by = models.DateTimeField(null=True, blank=True)
+    # True: VERIFY, all equal, waits for a person's word before TARGET; the deadline holds.
+    flip_by_hand = models.BooleanField(default=False)
     # False: OFFBOARD waits for a typed confirmation.
     offboard_automatically = models.BooleanField(default=False)
 
@@ -50,6 +54,15 @@ class TenantMigration(Durable):
     # NULL: the typed confirmation is still owed.
     offboard_confirmed_at = models.DateTimeField(null=True, blank=True)
     offboard_confirmed_by = models.CharField(max_length=150, blank=True, default="")
+
+    # NULL: with `flip_by_hand`, the word for TARGET is still owed.
+    flip_requested_at = models.DateTimeField(null=True, blank=True)
+    flip_requested_by = models.CharField(max_length=150, blank=True, default="")
+    # NULL: nobody has asked to roll back, or the way back has begun and taken the request on.
+    rollback_requested_at = models.DateTimeField(null=True, blank=True)
+    # Who asked last, and why; kept for pages.
+    rollback_requested_by = models.CharField(max_length=150, blank=True, default="")
+    rollback_reason = models.TextField(blank=True, default="")
 
     # NULL: REOPEN cleans the target. Otherwise a person ends it although the target is unreachable.
     leave_requested_at = models.DateTimeField(null=True, blank=True)
@@ -97,6 +110,15 @@ class TenantMigration(Durable):
     compared = models.PositiveBigIntegerField(default=0)
     deleted = models.PositiveBigIntegerField(default=0)
 
+    # Sessions on the target that were written, born or deleted since the cutover, by SOAK's last
+    # look, and when that was. NULL: not looked at yet.
+    touched = models.PositiveBigIntegerField(null=True, blank=True)
+    touched_at = models.DateTimeField(null=True, blank=True)
+    # Share of the time in which BACKFILL works; below 1 it leaves a slow store alone in between.
+    ease = models.FloatField(default=1.0)
+    # Which side is slow and how much, in a person's words; "" at full speed.
+    eased_why = models.TextField(blank=True, default="")
+
     # --- measured while it ran, for the quote; NULL: not measured yet ------------------
     copy_rate = models.FloatField(null=True, blank=True)  # sessions/s
     verify_rate = models.FloatField(null=True, blank=True)  # sessions/s, both sides at once
@@ -124,6 +146,11 @@ class TenantMigration(Durable):
     fence_opened_at = models.DateTimeField(null=True, blank=True)
     # Counter.placement_version that TARGET published. NULL: routers read the source.
     placement_version = models.PositiveBigIntegerField(null=True, blank=True)
+    # Counter.placement_version that REVERSE_TARGET published. NULL: it has not.
+    back_placement_version = models.PositiveBigIntegerField(null=True, blank=True)
+    # Earlier fences of this move, oldest first; the columns above are the last one's.
+    # [{"back": bool, "closed_at", "opened_at", "quote"}], times as ISO text.
+    past_fences = models.JSONField(default=list)
     soak_until = models.DateTimeField(null=True, blank=True)
     # Sessions that OFFBOARD left because they are not what was recorded.
     left_behind = models.PositiveBigIntegerField(default=0)
@@ -189,7 +216,8 @@ class Mismatch(models.Model):
     user_id = models.CharField(max_length=128, blank=True, default="")
     # Empty for shared state.
     session_id = models.CharField(max_length=128, blank=True, default="")
-    # events, state, user, app, missing (not on the target) or extra (only on the target).
+    # events, state, user, app, missing (not on the target), extra (only on the target) or
+    # value (one that the target can't hold, so that the session was left out).
     part = models.CharField(max_length=10)
     # Event index and path, or key, and both values, in a person's words.
     first_difference = models.TextField()
@@ -202,7 +230,13 @@ class Mismatch(models.Model):
     # NULL: nobody has asked for the repair.
     repair_requested_at = models.DateTimeField(null=True, blank=True)
     repair_requested_by = models.CharField(max_length=150, blank=True, default="")
-    # NULL: it still blocks TARGET.
+    # True: the session changed after its copy, the next pass takes it along. Blocks nothing.
+    transient = models.BooleanField(default=False)
+    # NULL: nobody has said that this difference may stay. Void once a digest changes.
+    accepted_at = models.DateTimeField(null=True, blank=True)
+    accepted_by = models.CharField(max_length=150, blank=True, default="")
+    accepted_reason = models.TextField(blank=True, default="")
+    # NULL: it is still so, and blocks TARGET unless it is transient or accepted.
     resolved_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:

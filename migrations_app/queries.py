@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from datetime import datetime
 
+from django.db.models import QuerySet
+
 from migrations_app.domain.phases import Phase
 from migrations_app.domain.quote import Quote, quote
-from migrations_app.models import TenantMigration
+from migrations_app.models import Mismatch, TenantMigration
 from tenants import queries as tenants_queries
 from tenants.models import DirtyLine
 
@@ -47,7 +49,17 @@ def changed_since_pass(move: TenantMigration) -> int:
 
 def open_mismatches(move: TenantMigration) -> int:
     """Return how many mismatches still block TARGET."""
-    return move.mismatches.filter(resolved_at=None).count()
+    return blocking(move).count()
+
+
+def blocking(move: TenantMigration) -> QuerySet[Mismatch]:
+    """Return the mismatches that nobody has repaired or accepted, and that will not pass."""
+    return move.mismatches.filter(resolved_at=None, accepted_at=None, transient=False)
+
+
+def owes_opening(move: TenantMigration) -> bool:
+    """Return whether SOAK, come back to from a stopped rollback, has not ended its fence yet."""
+    return move.phase == Phase.SOAK and (move.fence_opened_at is None or move.stage == "return")
 
 
 def stuck_at_cleaning(move: TenantMigration) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -12,12 +11,13 @@ from django.db import IntegrityError, transaction
 from django.db.models import F
 
 from durable.errors import Refused
-from migrations_app import ports, queries
+from migrations_app import queries
+from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import ENDED, FENCED, UNPAUSABLE, WAY_OUT, Mode, Phase
 from migrations_app.models import TenantMigration
-from migrations_app.ports.base import START, Finding, StoreRefused, Survey
-from tenants import queries as tenants_queries
+from migrations_app.preflight import preflight
 from tenants import services as tenants
+from tenants.domain.words import duration, limit
 from tenants.models import Cell, Placement, Store, Tenant
 
 
@@ -49,33 +49,6 @@ class NotTyped(Refused):
     """The typed confirmation is not the tenant's name."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line of the preparation. `ok` None: could not be looked at yet."""
-
-    name: str
-    ok: bool | None
-    detail: str
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """What can be known without writing anything, about both sides."""
-
-    checks: tuple[Check, ...]
-    source: Survey | None
-    target: Survey | None
-
-    @property
-    def refusals(self) -> list[str]:
-        return [f"{check.name}: {check.detail}" for check in self.checks if check.ok is False]
-
-    @property
-    def findings(self) -> list[dict[str, Any]]:
-        sides = [survey for survey in (self.source, self.target) if survey is not None]
-        return [asdict(finding) for survey in sides for finding in survey.findings]
-
-
 def start(
     tenant: Tenant,
     *,
@@ -90,6 +63,8 @@ def start(
     drain_bound_seconds: float = 60.0,
     soak_seconds: float = 72 * 3600.0,
     pace_per_second: float | None = None,
+    finish_by: datetime | None = None,
+    flip_by_hand: bool = False,
     offboard_automatically: bool = False,
 ) -> TenantMigration:
     """Start moving `tenant` to another store, and cell, after looking at both.
@@ -98,7 +73,8 @@ def start(
     SamePlace, InvalidOption or NotReadyToMove (with every red check); then nothing has changed.
     """
     _require(reason)
-    _sane(budget_seconds, drain_bound_seconds, soak_seconds, pace_per_second)
+    _sane(budget_seconds, drain_bound_seconds, soak_seconds)
+    check_pace(pace_per_second, finish_by, now)
     placement = tenant.placement
     live = tenant.moves.exclude(phase__in=ENDED).first()
     if live is not None:
@@ -138,6 +114,8 @@ def start(
         drain_bound_seconds=drain_bound_seconds,
         soak_seconds=soak_seconds,
         pace_per_second=pace_per_second,
+        finish_by=finish_by,
+        flip_by_hand=flip_by_hand,
         offboard_automatically=offboard_automatically,
     )
     try:
@@ -262,15 +240,176 @@ def recopy(
 ) -> int:
     """Ask for these mismatches to be repaired by copying their sessions again; return how many."""
     with _asking(move, "recopy", seen=seen, by=by, reason=reason, now=now) as row:
-        if row.phase not in (Phase.BACKFILL, Phase.VERIFY):
-            # Never re-copy after TARGET: it would overwrite what the tenant wrote since.
-            raise NotNow(f"{row} is in {row.phase.upper()}: only BACKFILL and VERIFY re-copy.")
+        _may_repair(row)
         asked = row.mismatches.filter(
             id__in=mismatch_ids, resolved_at=None, repair_requested_at=None
         ).update(repair_requested_at=now, repair_requested_by=by)
         if not asked:
             raise NotNow("None of these is open any more, or their repair was asked for already.")
     return asked
+
+
+def accept(
+    move: TenantMigration,
+    *,
+    mismatch_ids: Sequence[int],
+    by: str,
+    reason: str,
+    now: datetime,
+    seen: str | None = None,
+) -> int:
+    """Say that these differences may stay as they are; return how many.
+
+    For values that the target spells in another way, and in SOAK for late writes at the closed
+    source: what the tenant has on the target stands. The word is void once a digest changes.
+    """
+    _require(reason)
+    with _asking(move, "accept", seen=seen, by=by, reason=reason, now=now) as row:
+        rows = row.mismatches.filter(id__in=mismatch_ids, resolved_at=None, accepted_at=None)
+        if not (found := list(rows)):
+            raise NotNow("None of these is open any more, or somebody accepted them already.")
+        for mismatch in found:
+            if mismatch.looks_like not in ACCEPTABLE or mismatch.part == "value":
+                raise NotNow(
+                    f"Row {mismatch.pk} looks like {mismatch.looks_like}, which can't be accepted:"
+                    " something would be lost. Repair it by copying again, or abort."
+                )
+        rows.update(accepted_at=now, accepted_by=by, accepted_reason=reason)
+    return len(found)
+
+
+def reconcile_users(
+    move: TenantMigration,
+    *,
+    mismatch_ids: Sequence[int],
+    by: str,
+    reason: str = "",
+    now: datetime,
+    seen: str | None = None,
+) -> int:
+    """Ask for the shared state of the users of these mismatches to be written by value again.
+
+    Returns how many users that are. Re-copying a session never changes what its user shares.
+    """
+    with _asking(move, "reconcile_users", seen=seen, by=by, reason=reason, now=now) as row:
+        _may_repair(row)
+        users = set(
+            row.mismatches.filter(id__in=mismatch_ids, resolved_at=None)
+            .exclude(part="app")
+            .values_list("user_id", flat=True)
+        )
+        if not users:
+            raise NotNow("None of these is open any more, or none is of a user.")
+        for user_id in sorted(users):
+            row.mismatches.update_or_create(
+                user_id=user_id,
+                session_id="",
+                resolved_at=None,
+                defaults={"repair_requested_at": now, "repair_requested_by": by},
+                create_defaults={
+                    "part": "user",
+                    "first_difference": "asked to be written by value again",
+                    "looks_like": Looks.OLD_SHARED_WON,
+                    "found_at": now,
+                    "found_in": row.phase,
+                    "repair_requested_at": now,
+                    "repair_requested_by": by,
+                },
+            )
+    return len(users)
+
+
+def set_pace(
+    move: TenantMigration,
+    *,
+    pace_per_second: float | None = None,
+    finish_by: datetime | None = None,
+    by: str,
+    reason: str,
+    now: datetime,
+    seen: str | None = None,
+) -> None:
+    """Change BACKFILL's rate while it runs: sessions per second, or a time to be through by.
+
+    Neither: as fast as both stores allow.
+    """
+    _require(reason)
+    check_pace(pace_per_second, finish_by, now)
+    with _asking(move, "set_pace", seen=seen, by=by, reason=reason, now=now) as row:
+        if row.phase not in (Phase.PREPARE, Phase.BACKFILL):
+            raise NotNow(f"{row} is in {row.phase.upper()}: only BACKFILL has a pace.")
+        row.pace_per_second, row.finish_by = pace_per_second, finish_by
+
+
+def flip(
+    move: TenantMigration, *, by: str, reason: str, now: datetime, seen: str | None = None
+) -> None:
+    """Let a move that was started with `flip_by_hand` go on to TARGET once all is equal."""
+    _require(reason)
+    with _asking(move, "flip", seen=seen, by=by, reason=reason, now=now) as row:
+        if not row.flip_by_hand:
+            raise NotNow(f"{row} goes on to TARGET by itself.")
+        if row.phase not in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY):
+            raise NotNow(f"{row} is in {row.phase.upper()}: the word for TARGET is for VERIFY.")
+        if row.flip_requested_at:
+            raise NotNow(f"{row.flip_requested_by} gave the word already.")
+        row.flip_requested_at, row.flip_requested_by = now, by
+
+
+def rollback(
+    move: TenantMigration,
+    *,
+    by: str,
+    reason: str,
+    now: datetime,
+    budget_seconds: float | None = None,
+    seen: str | None = None,
+) -> None:
+    """Ask for the way back: the tenant lives on the source again, with all that it wrote since.
+
+    The fence closes on the target, what was touched since the cutover is carried back and
+    proven equal, then the placement flips. `budget_seconds` replaces the move's. Lifts a pause.
+    """
+    _require(reason)
+    with _asking(move, "rollback", seen=seen, by=by, reason=reason, now=now) as row:
+        if row.phase != Phase.SOAK:
+            raise NotNow(
+                f"{row} is in {row.phase.upper()}: a move is rolled back in SOAK. Before TARGET,"
+                " abort it; after OFFBOARD, start a move back."
+            )
+        if row.rollback_requested_at:
+            raise NotNow(f"{row} is being rolled back by {row.rollback_requested_by} already.")
+        if queries.owes_opening(row):
+            raise NotNow(f"{row} is still opening the target again. Try once it soaks.")
+        if late := queries.blocking(row).count():
+            raise NotNow(
+                f"{late:,} late writes at the closed source would be replaced. Download both"
+                " versions, accept the tenant's own, then roll back."
+            )
+        budget = row.budget_seconds if budget_seconds is None else budget_seconds
+        _sane(budget, min(row.drain_bound_seconds, budget), row.soak_seconds)
+        quote = queries.fence_quote(row, now=now)
+        if quote.worst > budget:
+            raise NotNow(
+                f"The fence back may take up to {duration(quote.worst)}, the budget is"
+                f" {limit(budget)}. Give a larger budget with the request."
+            )
+        row.budget_seconds = budget
+        row.rollback_requested_at, row.rollback_requested_by = now, by
+        row.rollback_reason = reason
+        row.pause_requested_at, row.pause_requested_by, row.pause_reason = None, "", ""
+        row.offboard_confirmed_at, row.offboard_confirmed_by = None, ""
+
+
+def cancel_rollback(
+    move: TenantMigration, *, by: str, reason: str, now: datetime, seen: str | None = None
+) -> None:
+    """Take a rollback back that has not closed the fence yet. Afterwards: abort it."""
+    _require(reason)
+    with _asking(move, "cancel_rollback", seen=seen, by=by, reason=reason, now=now) as row:
+        if row.phase != Phase.SOAK or row.rollback_requested_at is None:
+            raise NotNow(f"{row} has no rollback that waits to begin.")
+        row.rollback_requested_at = None
 
 
 def confirm_offboard(
@@ -289,6 +428,8 @@ def confirm_offboard(
             raise NotNow(f"{row} is in {row.phase.upper()}: deleting is confirmed in SOAK.")
         if typed != row.tenant.slug:
             raise NotTyped(f'Type "{row.tenant.slug}" to delete its copy on {row.source_store}.')
+        if row.rollback_requested_at:
+            raise NotNow(f"{row} is about to be rolled back by {row.rollback_requested_by}.")
         if row.offboard_confirmed_at:
             raise NotNow(f"{row.offboard_confirmed_by} confirmed it already.")
         row.offboard_confirmed_at, row.offboard_confirmed_by = now, by
@@ -308,160 +449,18 @@ def leave_behind(
         row.leave_requested_at, row.leave_requested_by = now, by
 
 
-def preflight(
-    tenant: Tenant,
-    *,
-    source_cell: Cell,
-    source_store: Store,
-    target_cell: Cell,
-    target_store: Store,
-    now: datetime,
-    move: TenantMigration | None = None,
-) -> Preflight:
-    """Look at both stores and cells and write nothing. Takes seconds at most.
-
-    `move` is the one that asks: what stands behind its own guard row is no stranger's.
-    """
-    checks: list[Check] = []
-    source = _survey(source_store, tenant, "Source", checks)
-    target = _survey(target_store, tenant, "Target", checks)
-    if source is not None and target is not None:
-        checks += _pair_checks(tenant, source, target, source_store, target_store, move)
-    checks += _cell_checks(source_cell, target_cell, target_store, now)
-    return Preflight(tuple(checks), source, target)
-
-
-def _survey(store: Store, tenant: Tenant, side: str, checks: list[Check]) -> Survey | None:
-    try:
-        with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
-            survey = port.survey()
-    except StoreRefused as refusal:
-        checks.append(Check(f"{side} {store}", False, str(refusal)))
-        return None
-    held = f"{survey.sessions:,} sessions of {survey.users:,} users"
-    checks.append(Check(f"{side} {store}", True, f"{survey.database}, {held}"))
-    return survey
-
-
-def _pair_checks(
-    tenant: Tenant,
-    source: Survey,
-    target: Survey,
-    source_store: Store,
-    target_store: Store,
-    move: TenantMigration | None,
-) -> list[Check]:
-    checks = []
-    try:
-        ports.check_pair(source, target)
-        checks.append(Check("Kinds", True, f"both {source.database.split()[0]}"))
-    except StoreRefused as refusal:
-        checks.append(Check("Kinds", False, str(refusal)))
-    room = f"Room on {target_store}"
-    leftovers, empty = _held(tenant, target_store, move)
-    if empty:
-        checks.append(Check(room, True, f"nothing of {tenant.app_name} there"))
-    elif leftovers is not None:
-        detail = f"{target.sessions:,} sessions left by {leftovers} will be removed first"
-        checks.append(Check(room, True, detail))
-    else:
-        detail = (
-            f"it holds {tenant.app_name} already ({target.sessions:,} sessions): an older copy, or"
-            f" the same database as {source_store} under a second address. Remove the copy, or"
-            " choose another store."
+def _may_repair(move: TenantMigration) -> None:
+    if move.phase not in (Phase.BACKFILL, Phase.VERIFY, Phase.REVERSE_VERIFY):
+        # Never re-copy after TARGET: it would overwrite what the tenant wrote since.
+        raise NotNow(
+            f"{move} is in {move.phase.upper()}: only BACKFILL and the comparisons inside a fence"
+            " copy again."
         )
-        checks.append(Check(room, False, detail))
-    for side, survey in (("Source", source), ("Target", target)):
-        blocking = [finding for finding in survey.findings if finding.blocks]
-        detail = _named(blocking) or "nothing stands against copying"
-        checks.append(Check(f"{side}'s rows and rights", not blocking, detail))
-        if not survey.can_close:
-            detail = f"the {side.lower()} can't be closed to agents with the rights given"
-            checks.append(Check(f"{side}'s closing", False, detail))
-    if source.interrupted:
-        checks.append(Check("Interrupted turns", True, _interrupted(source)))
-    return checks
 
 
-def _interrupted(source: Survey) -> str:
-    """List the sessions whose last turn was cut short: they are copied as they are."""
-    names = [f"{key.session_id} of {key.user_id}" for key in source.interrupted_keys]
-    more = source.interrupted - len(names)
-    listed = ", ".join(names) + (f" and {more:,} more" if more else "")
-    return f"{source.interrupted:,} sessions end in one and are copied as they are: {listed}"
-
-
-def _named(findings: list[Finding]) -> str:
-    return "; ".join(f"{f.field}: {f.reason} ({f.count:,}, such as {f.example})" for f in findings)
-
-
-def _held(
-    tenant: Tenant, store: Store, move: TenantMigration | None
-) -> tuple[TenantMigration | None, bool]:
-    """Return whose leftovers `store` may hold, by its closed guard row, and if it holds nothing."""
-    with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
-        guard = port.guard()
-        empty = not port.page(START, 1) and not port.shared_page(None, 1)
-    if guard is None or guard.agents:
-        return None, empty
-    if move is not None and guard.move == move.pk:
-        return move, empty
-    return tenant.moves.filter(pk=guard.move, phase__in=ENDED).first(), empty
-
-
-def _cell_checks(
-    source_cell: Cell, target_cell: Cell, target_store: Store, now: datetime
-) -> list[Check]:
-    verified = target_cell.quota_verified_at is not None
-    near = target_cell.region_id == target_store.region_id
-    checks = [
-        Check(
-            f"Quota of {target_cell}",
-            verified,
-            f"verified by {target_cell.quota_verified_by}"
-            if verified
-            else "it is only assumed. Have it verified against the provider, then move.",
-        ),
-        Check(
-            "Region",
-            near,
-            f"{target_store} and {target_cell} are both in {target_cell.region}"
-            if near
-            else f"{target_store} is in {target_store.region},"
-            f" {target_cell} in {target_cell.region}.",
-        ),
-    ]
-    there = tenants_queries.live_instances(target_cell, now=now)
-    here = tenants_queries.live_instances(source_cell, now=now)
-    blind = sorted(i.name for i in there if target_store.key not in i.stores)
-    wanted = {plugin for instance in here for plugin in instance.plugins}
-    bare = sorted(i.name for i in there if wanted - set(i.plugins))
-    if not there:
-        none_anywhere = not here
-        detail = f"no instance of {target_cell} is alive"
-        checks.append(Check("Instances", none_anywhere, detail))
-    else:
-        checks.append(
-            Check(
-                "Instances",
-                not blind,
-                f"{', '.join(blind)} could not open {target_store}"
-                if blind
-                else f"all {len(there)} of {target_cell} opened {target_store}",
-            )
-        )
-        checks.append(
-            Check(
-                "Plugins",
-                not bare,
-                f"{', '.join(bare)} lack plugins that {source_cell} runs"
-                if bare
-                else "the target's instances run what the source's run",
-            )
-        )
-    return checks
-
-
+# Differences that lose nothing when they stay: the value is there, spelled in another way, or the
+# tenant's own copy is the later one.
+ACCEPTABLE = frozenset({Looks.CANNOT_HOLD, Looks.CHANGED_VALUE, Looks.LATE_WRITE})
 REASON_CHARACTERS = 2_000
 # The fast cadence is asked for this far past the moment that needs it; it ends by itself, so no
 # killed worker leaves a cell polling fast for ever.
@@ -476,6 +475,14 @@ REQUESTS = (
     "abort_reason",
     "drain_requested_at",
     "drain_requested_by",
+    "budget_seconds",
+    "pace_per_second",
+    "finish_by",
+    "flip_requested_at",
+    "flip_requested_by",
+    "rollback_requested_at",
+    "rollback_requested_by",
+    "rollback_reason",
     "offboard_confirmed_at",
     "offboard_confirmed_by",
     "leave_requested_at",
@@ -570,7 +577,7 @@ def _storable(reason: str) -> None:
         )
 
 
-def _sane(budget: float, drain_bound: float, soak: float, pace: float | None) -> None:
+def _sane(budget: float, drain_bound: float, soak: float) -> None:
     if not 1 <= budget <= 3600:
         raise InvalidOption(f"A fence budget of {budget:g} s: choose 1 to 3,600 seconds.")
     if not 1 <= drain_bound <= budget:
@@ -579,5 +586,13 @@ def _sane(budget: float, drain_bound: float, soak: float, pace: float | None) ->
         )
     if not 0 <= soak <= 90 * 86_400:
         raise InvalidOption(f"A soak of {soak:g} s: choose 0 seconds to 90 days.")
+
+
+def check_pace(pace: float | None, finish_by: datetime | None, now: datetime) -> None:
+    """Raise InvalidOption unless the pace (sessions/s) and the time to be through make sense."""
+    if pace is not None and finish_by is not None:
+        raise InvalidOption("A pace and a finish time: choose one, the other follows from it.")
+    if finish_by is not None and not now < finish_by <= now + timedelta(days=90):
+        raise InvalidOption("The finish time is not in the next 90 days.")
     if pace is not None and not 0.01 <= pace <= 100_000:
         raise InvalidOption(f"A pace of {pace:g} sessions/s: choose 0.01 to 100,000, or none.")

@@ -32,6 +32,7 @@ from migrations_app.domain.phases import (
 )
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import START, Guard, GuardTaken, Key, SessionStore, StoreBusy
+from migrations_app.preflight import Check, preflight
 from tenants import queries as tenants_queries
 from tenants import services as tenants
 from tenants.domain.words import duration, limit
@@ -55,7 +56,7 @@ IDLE_SECONDS = 15.0
 def prepare(move: TenantMigration, clock: Clock) -> Outcome:
     """Check everything that can be checked, then make guard and tables, and make sure of them."""
     now, began = clock(), time.monotonic()
-    found = services.preflight(
+    found = preflight(
         move.tenant,
         source_cell=move.source_cell,
         source_store=move.source_store,
@@ -74,7 +75,7 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
         except StoreBusy as busy:
             return Wait(busy.retry_after_seconds or 0.2)
         except GuardTaken as taken:
-            checks.append(services.Check("Guard", False, str(taken)))
+            checks.append(Check("Guard", False, str(taken)))
         if any(check.ok is False for check in checks):
             return _blocked(move, checks, began)
         older = source.older_writers()
@@ -99,7 +100,7 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
     )
 
 
-def _blocked(move: TenantMigration, checks: Sequence[services.Check], began: float) -> Wait:
+def _blocked(move: TenantMigration, checks: Sequence[Check], began: float) -> Wait:
     """Show the red checks and look again later: a large store is not surveyed all day."""
     seconds = max(LOOK_AGAIN_SECONDS, 10 * (time.monotonic() - began))
     red = [check for check in checks if check.ok is False]
@@ -113,13 +114,11 @@ def _blocked(move: TenantMigration, checks: Sequence[services.Check], began: flo
     )
 
 
-def _as_json(checks: Sequence[services.Check]) -> list[dict[str, Any]]:
+def _as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
     return [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks]
 
 
-def _make_sure(
-    move: TenantMigration, source: SessionStore, target: SessionStore
-) -> list[services.Check]:
+def _make_sure(move: TenantMigration, source: SessionStore, target: SessionStore) -> list[Check]:
     """Provision both sides, tell whether they are one place, take both guard rows."""
     theirs, ours = target.guard(), source.guard()
     for guard, store in ((theirs, move.target_store), (ours, move.source_store)):
@@ -130,20 +129,20 @@ def _make_sure(
             f"{move.source_store} and {move.target_store} are the same database under two"
             " addresses. Choose another store."
         )
-        return [services.Check("Two places", False, detail)]
+        return [Check("Two places", False, detail)]
     source.provision()
     if not _adopt_target(move, theirs, target):
         detail = (
             f"{move.target_store} holds {move.tenant.app_name} since a moment ago. Look who writes"
             " there; what it holds was left as it is."
         )
-        return [services.Check(f"Room on {move.target_store}", False, detail)]
+        return [Check(f"Room on {move.target_store}", False, detail)]
     source.adopt(ours, mover=False, agents=True)
     keeps = target.keeps_ids()
     return [
-        services.Check("Two places", True, "a word written to one is not seen in the other"),
-        services.Check("Guard", True, "closing triggers stand on both sides"),
-        services.Check(
+        Check("Two places", True, "a word written to one is not seen in the other"),
+        Check("Guard", True, "closing triggers stand on both sides"),
+        Check(
             "Ids",
             keeps,
             "the target keeps the ids it is given"

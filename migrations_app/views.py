@@ -28,6 +28,7 @@ from migrations_app.panels import progress as progress_panel
 from migrations_app.panels.lists import MovesFilter
 from migrations_app.panels.seen import Seen
 from migrations_app.panels.seen import seen as read_move
+from migrations_app.preflight import Preflight, preflight
 from tenants import panels as tenants_panels
 from tenants.domain.roles import Role
 from tenants.domain.words import counted
@@ -559,8 +560,8 @@ def _given(form: NewMove) -> dict[str, Any]:
     }
 
 
-def _look(page: tenants_panels.TenantPage, form: NewMove) -> services.Preflight:
-    return services.preflight(
+def _look(page: tenants_panels.TenantPage, form: NewMove) -> Preflight:
+    return preflight(
         page.tenant,
         source_cell=page.placement.cell,
         source_store=page.placement.store,

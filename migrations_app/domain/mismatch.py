@@ -20,6 +20,8 @@ class Looks(StrEnum):
     CHANGED_VALUE = (
         "changed_value"  # Same shape, another value: the store can't hold it, or an edit.
     )
+    CANNOT_HOLD = "cannot_hold"  # The target refuses a value, or changes it in a way that is known.
+    LATE_WRITE = "late_write"  # Written at the source although it was closed, after the cutover.
 
 
 WORDS: dict[Looks, str] = {
@@ -29,6 +31,8 @@ WORDS: dict[Looks, str] = {
     Looks.FENCE_LEAK: "Written at the source after it was copied.",
     Looks.WRITTEN_ON_TARGET: "Something other than this move wrote on the target.",
     Looks.LOST: "Missing on the target.",
+    Looks.CANNOT_HOLD: "The target can't hold this value as it is.",
+    Looks.LATE_WRITE: "Written at the closed source after the cutover: download both versions.",
     Looks.CHANGED_VALUE: "A value differs: edited in place, or not held by the target.",
 }
 

@@ -17,6 +17,11 @@ class Phase(StrEnum):
     DONE = "done"
     REOPEN = "reopen"  # On the way to ABORTED: the store opens, then the policy, then clean-up.
     ABORTED = "aborted"
+    REVERSE_DRAIN = "reverse_drain"  # The way back out of SOAK: the fence closes on the target.
+    REVERSE_DELTA = "reverse_delta"  # What was touched since the cutover goes back; deletes too.
+    REVERSE_VERIFY = "reverse_verify"  # Every session must be equal once more.
+    REVERSE_TARGET = "reverse_target"  # Point of no return: routers read the source again.
+    ROLLED_BACK = "rolled_back"
 
 
 class Mode(StrEnum):
@@ -30,11 +35,16 @@ TABLE: dict[Phase, frozenset[Phase]] = {
     Phase.DELTA: frozenset({Phase.VERIFY, Phase.REOPEN}),
     Phase.VERIFY: frozenset({Phase.TARGET, Phase.REOPEN}),
     Phase.TARGET: frozenset({Phase.SOAK}),
-    Phase.SOAK: frozenset({Phase.OFFBOARD}),
+    Phase.SOAK: frozenset({Phase.OFFBOARD, Phase.REVERSE_DRAIN}),
     Phase.OFFBOARD: frozenset({Phase.DONE}),
     Phase.DONE: frozenset(),
     Phase.REOPEN: frozenset({Phase.ABORTED}),
     Phase.ABORTED: frozenset(),
+    Phase.REVERSE_DRAIN: frozenset({Phase.REVERSE_DELTA, Phase.SOAK}),
+    Phase.REVERSE_DELTA: frozenset({Phase.REVERSE_VERIFY, Phase.SOAK}),
+    Phase.REVERSE_VERIFY: frozenset({Phase.REVERSE_TARGET, Phase.SOAK}),
+    Phase.REVERSE_TARGET: frozenset({Phase.ROLLED_BACK}),
+    Phase.ROLLED_BACK: frozenset(),
 }
 
 # Where an abort leads. A phase that is missing here can't be aborted.
@@ -45,17 +55,25 @@ WAY_OUT: dict[Mode, dict[Phase, Phase]] = {
         Phase.DRAIN: Phase.REOPEN,
         Phase.DELTA: Phase.REOPEN,
         Phase.VERIFY: Phase.REOPEN,
+        # A rollback that is stopped: the tenant stays on the target, and its soak begins anew.
+        Phase.REVERSE_DRAIN: Phase.SOAK,
+        Phase.REVERSE_DELTA: Phase.SOAK,
+        Phase.REVERSE_VERIFY: Phase.SOAK,
     },
 }
 
-NO_RETURN = frozenset({Phase.TARGET, Phase.OFFBOARD})
+NO_RETURN = frozenset({Phase.TARGET, Phase.OFFBOARD, Phase.REVERSE_TARGET})
 ENDED = frozenset(phase for phase, edges in TABLE.items() if not edges)
+# The way back: data goes from the move's target to its source.
+REVERSED = frozenset(
+    {Phase.REVERSE_DRAIN, Phase.REVERSE_DELTA, Phase.REVERSE_VERIFY, Phase.REVERSE_TARGET}
+)
 # Phases in which new turns of the tenant are refused.
-FENCED = frozenset({Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET})
+FENCED = REVERSED | {Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET}
 # A pause would keep these from ending what they undo or have promised.
-UNPAUSABLE = frozenset({Phase.TARGET, Phase.OFFBOARD, Phase.REOPEN})
+UNPAUSABLE = frozenset({Phase.TARGET, Phase.OFFBOARD, Phase.REOPEN, Phase.REVERSE_TARGET})
 # Steps of these go on the queue that nothing long ever enters.
-PROMPT = frozenset({Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET, Phase.REOPEN})
+PROMPT = FENCED | {Phase.REOPEN}
 # The seven of the page's stepper, in order.
 STEPPER = (
     Phase.PREPARE,
@@ -65,4 +83,13 @@ STEPPER = (
     Phase.VERIFY,
     Phase.TARGET,
     Phase.SOAK,
+)
+# What the stepper shows in place of the fence while a rollback runs, and after one.
+STEPPER_BACK = (
+    Phase.SOAK,
+    Phase.REVERSE_DRAIN,
+    Phase.REVERSE_DELTA,
+    Phase.REVERSE_VERIFY,
+    Phase.REVERSE_TARGET,
+    Phase.ROLLED_BACK,
 )
