@@ -1,0 +1,195 @@
+"""What can be known about a move before it begins: both stores and both cells, looked at only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from migrations_app import ports
+from migrations_app.domain.phases import ENDED
+from migrations_app.models import TenantMigration
+from migrations_app.ports.base import START, Finding, StoreRefused, Survey
+from tenants import queries as tenants_queries
+from tenants.models import Cell, Store, Tenant
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the preparation. `ok` None: could not be looked at yet."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What can be known without writing anything, about both sides."""
+
+    checks: tuple[Check, ...]
+    source: Survey | None
+    target: Survey | None
+
+    @property
+    def refusals(self) -> list[str]:
+        return [f"{check.name}: {check.detail}" for check in self.checks if check.ok is False]
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        sides = [survey for survey in (self.source, self.target) if survey is not None]
+        return [asdict(finding) for survey in sides for finding in survey.findings]
+
+
+def preflight(
+    tenant: Tenant,
+    *,
+    source_cell: Cell,
+    source_store: Store,
+    target_cell: Cell,
+    target_store: Store,
+    now: datetime,
+    move: TenantMigration | None = None,
+) -> Preflight:
+    """Look at both stores and cells and write nothing. Takes seconds at most.
+
+    `move` is the one that asks: what stands behind its own guard row is no stranger's.
+    """
+    checks: list[Check] = []
+    source = _survey(source_store, tenant, "Source", checks)
+    target = _survey(target_store, tenant, "Target", checks)
+    if source is not None and target is not None:
+        checks += _pair_checks(tenant, source, target, source_store, target_store, move)
+    checks += _cell_checks(source_cell, target_cell, target_store, now)
+    return Preflight(tuple(checks), source, target)
+
+
+def _survey(store: Store, tenant: Tenant, side: str, checks: list[Check]) -> Survey | None:
+    try:
+        with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
+            survey = port.survey()
+    except StoreRefused as refusal:
+        checks.append(Check(f"{side} {store}", False, str(refusal)))
+        return None
+    held = f"{survey.sessions:,} sessions of {survey.users:,} users"
+    checks.append(Check(f"{side} {store}", True, f"{survey.database}, {held}"))
+    return survey
+
+
+def _pair_checks(
+    tenant: Tenant,
+    source: Survey,
+    target: Survey,
+    source_store: Store,
+    target_store: Store,
+    move: TenantMigration | None,
+) -> list[Check]:
+    checks = []
+    try:
+        ports.check_pair(source, target)
+        checks.append(Check("Kinds", True, f"both {source.database.split()[0]}"))
+    except StoreRefused as refusal:
+        checks.append(Check("Kinds", False, str(refusal)))
+    room = f"Room on {target_store}"
+    leftovers, empty = _held(tenant, target_store, move)
+    if empty:
+        checks.append(Check(room, True, f"nothing of {tenant.app_name} there"))
+    elif leftovers is not None:
+        detail = f"{target.sessions:,} sessions left by {leftovers} will be removed first"
+        checks.append(Check(room, True, detail))
+    else:
+        detail = (
+            f"it holds {tenant.app_name} already ({target.sessions:,} sessions): an older copy, or"
+            f" the same database as {source_store} under a second address. Remove the copy, or"
+            " choose another store."
+        )
+        checks.append(Check(room, False, detail))
+    for side, survey in (("Source", source), ("Target", target)):
+        blocking = [finding for finding in survey.findings if finding.blocks]
+        detail = _named(blocking) or "nothing stands against copying"
+        checks.append(Check(f"{side}'s rows and rights", not blocking, detail))
+        if not survey.can_close:
+            detail = f"the {side.lower()} can't be closed to agents with the rights given"
+            checks.append(Check(f"{side}'s closing", False, detail))
+    if source.interrupted:
+        checks.append(Check("Interrupted turns", True, _interrupted(source)))
+    return checks
+
+
+def _interrupted(source: Survey) -> str:
+    """List the sessions whose last turn was cut short: they are copied as they are."""
+    names = [f"{key.session_id} of {key.user_id}" for key in source.interrupted_keys]
+    more = source.interrupted - len(names)
+    listed = ", ".join(names) + (f" and {more:,} more" if more else "")
+    return f"{source.interrupted:,} sessions end in one and are copied as they are: {listed}"
+
+
+def _named(findings: list[Finding]) -> str:
+    return "; ".join(f"{f.field}: {f.reason} ({f.count:,}, such as {f.example})" for f in findings)
+
+
+def _held(
+    tenant: Tenant, store: Store, move: TenantMigration | None
+) -> tuple[TenantMigration | None, bool]:
+    """Return whose leftovers `store` may hold, by its closed guard row, and if it holds nothing."""
+    with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
+        guard = port.guard()
+        empty = not port.page(START, 1) and not port.shared_page(None, 1)
+    if guard is None or guard.agents:
+        return None, empty
+    if move is not None and guard.move == move.pk:
+        return move, empty
+    return tenant.moves.filter(pk=guard.move, phase__in=ENDED).first(), empty
+
+
+def _cell_checks(
+    source_cell: Cell, target_cell: Cell, target_store: Store, now: datetime
+) -> list[Check]:
+    verified = target_cell.quota_verified_at is not None
+    near = target_cell.region_id == target_store.region_id
+    checks = [
+        Check(
+            f"Quota of {target_cell}",
+            verified,
+            f"verified by {target_cell.quota_verified_by}"
+            if verified
+            else "it is only assumed. Have it verified against the provider, then move.",
+        ),
+        Check(
+            "Region",
+            near,
+            f"{target_store} and {target_cell} are both in {target_cell.region}"
+            if near
+            else f"{target_store} is in {target_store.region},"
+            f" {target_cell} in {target_cell.region}.",
+        ),
+    ]
+    there = tenants_queries.live_instances(target_cell, now=now)
+    here = tenants_queries.live_instances(source_cell, now=now)
+    blind = sorted(i.name for i in there if target_store.key not in i.stores)
+    wanted = {plugin for instance in here for plugin in instance.plugins}
+    bare = sorted(i.name for i in there if wanted - set(i.plugins))
+    if not there:
+        none_anywhere = not here
+        detail = f"no instance of {target_cell} is alive"
+        checks.append(Check("Instances", none_anywhere, detail))
+    else:
+        checks.append(
+            Check(
+                "Instances",
+                not blind,
+                f"{', '.join(blind)} could not open {target_store}"
+                if blind
+                else f"all {len(there)} of {target_cell} opened {target_store}",
+            )
+        )
+        checks.append(
+            Check(
+                "Plugins",
+                not bare,
+                f"{', '.join(bare)} lack plugins that {source_cell} runs"
+                if bare
+                else "the target's instances run what the source's run",
+            )
+        )
+    return checks
