@@ -17,6 +17,7 @@ from tenants import queries, services
 from tenants.domain.fence import FAST_MS, SLOW_MS
 from tenants.domain.reports import Dirty, Usage
 from tenants.models import AuditEntry, Cell, Counter, DirtyLine, RuntimeInstance, UsageLine
+from tenants.services import instances
 from tenants.tasks import sweep
 from tests import make
 
@@ -289,7 +290,7 @@ def test_the_sweep_deletes_lines_of_ended_tracking_and_a_bounded_part_of_them(
 
     services.sweep(now=end - timedelta(milliseconds=1))
     assert left() == (5, 5)
-    monkeypatch.setattr(services, "DIRTY_SWEPT_MOST", 3)
+    monkeypatch.setattr(instances, "DIRTY_SWEPT_MOST", 3)
     services.sweep(now=end)
     assert left() == (2, 5)
     services.sweep(now=end)

@@ -1,0 +1,448 @@
+"""What runtimes say: they join, poll, report and leave; some lapse or are declared dead."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.conf import settings
+from django.db import transaction
+from django.db.models import Q, Subquery
+
+from durable.errors import Refused
+from tenants import queries
+from tenants.domain.fence import FAST_MS, GoneWhy, cadence_ms, has_lapsed, silence
+from tenants.domain.reports import Report, merged, verdict
+from tenants.domain.versions import Version, parse
+from tenants.models import (
+    AuditEntry,
+    Cell,
+    Counter,
+    DirtyLine,
+    PolicyEntry,
+    RuntimeInstance,
+    UsageLine,
+)
+from tenants.services.auditing import WHO_MAX, audit, check_reason
+from tenants.services.rows import assert_in_transaction
+
+log = logging.getLogger(__name__)
+
+# Nobody measures silence at the slow cadence, so there a poll is noted this rarely.
+SLOW_POLL_NOTED = timedelta(seconds=15)
+# Lines of ended tracking that one sweep deletes: a short statement, however many there are.
+DIRTY_SWEPT_MOST = 10_000
+
+
+class NotYourCell(Refused):
+    """The caller's token is for other cells."""
+
+    status = 403
+
+
+class InstanceGone(Refused):
+    """The instance is gone for good; its process joins again under a new id."""
+
+    status = 410
+
+
+class AlreadyGone(Refused):
+    """The instance was gone before."""
+
+
+class StillAlive(Refused):
+    """The instance spoke a moment ago, so it is not dead."""
+
+
+class AnotherProcess(Refused):
+    """The id belongs to another process: a fork, a restart or a copy."""
+
+
+class SeqGap(Refused):
+    """Between the last report that was taken and this one, one is missing."""
+
+
+class VersionAhead(Refused):
+    """An instance has applied a version that this database never gave."""
+
+
+class BadVersion(Refused):
+    """A version on the wire is "epoch.number", or empty."""
+
+    status = 422
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """The answer to an accepted report."""
+
+    # From now on; the instance counts it from the moment it sent the report, so it stops first.
+    lease_seconds: float
+    poll_after_ms: int
+    # The cell's present version.
+    version: Version
+
+
+@transaction.atomic
+def join(
+    cell: Cell,
+    *,
+    name: str,
+    build: str,
+    boot: str,
+    longest_turn_seconds: float,
+    longest_tool_seconds: float,
+    plugins: list[str],
+    stores: list[str],
+    replaces: str | None,
+    now: datetime,
+) -> RuntimeInstance:
+    """Register a process of the cell and return its row; it serves nothing before a full policy.
+
+    `replaces` names the id that this same process had; that one is gone in this transaction.
+    Raises AnotherProcess if the id was another process's.
+    """
+    # Counts belong to the process: turns that run while it joins anew will be in the new id's
+    # reports, and the old id no longer speaks for them. So the new id counts in a fence from now
+    # on, although it has not asked for a policy: otherwise a proof made between its join and
+    # its first poll would overlook those turns.
+    took_over = replaces is not None
+    mine = Q(cell=cell, boot=boot, gone_at=None, seq=0, polled_at=None)
+    before = RuntimeInstance.objects.select_for_update().filter(Q(key=replaces or "") | mine)
+    for row in before.order_by("pk"):
+        if row.key == replaces and (row.boot != boot or row.cell_id != cell.pk):
+            raise AnotherProcess(
+                "Only the process that had an id may replace it, and this one has another boot id "
+                "or serves another cell. Join without `replaces`."
+            )
+        # The others are joins whose answers were lost: they never asked for a policy, so they
+        # served nothing, and nobody speaks for them. What they took over is the new id's now.
+        took_over = took_over or row.took_over
+        if row.gone_at is None:
+            _mark_gone(row, GoneWhy.REPLACED, now)
+    return RuntimeInstance.objects.create(
+        key=secrets.token_hex(16),
+        cell=cell,
+        name=name,
+        build=build,
+        boot=boot,
+        longest_turn_seconds=longest_turn_seconds,
+        longest_tool_seconds=longest_tool_seconds,
+        plugins=plugins,
+        stores=stores,
+        joined_at=now,
+        lease_until=now + _lease(),
+        took_over=took_over,
+    )
+
+
+def poll(key: str, *, cells: Collection[int] | None = None, now: datetime) -> queries.Asking:
+    """Note that an instance asks for its policy; return it with its cell's version.
+
+    `cells` are the ids of those that the caller speaks for; None: of any. Raises InstanceGone,
+    NotYourCell.
+    """
+    asking = queries.asking(key)
+    if asking is None:
+        raise _gone()
+    row = asking.instance
+    _check_cell(row, cells)
+    if _over(row, now):
+        raise _gone()
+    told = cadence_ms(row.cell.fast_until, now)
+    first = row.polled_at is None
+    quiet = told == row.poll_after_ms != FAST_MS
+    if row.polled_at is not None and quiet and now - row.polled_at < SLOW_POLL_NOTED:
+        return asking
+    noted = RuntimeInstance.objects.filter(pk=row.pk, gone_at=None).update(
+        polled_at=now, **_told(row, told, now)
+    )
+    if not noted:
+        raise _gone()
+    row.poll_after_ms = told
+    if not first:
+        return asking
+    # Committed before the policy is read: an instance that is given a policy from before a
+    # fence is then always known to the fence's proof. Noted afterwards, a proof made in
+    # between would hold while this instance still takes turns.
+    again = queries.asking(key)
+    if again is None or again.instance.gone_at is not None:
+        raise _gone()
+    return again
+
+
+def report(said: Report, *, cells: Collection[int] | None = None, now: datetime) -> Reported:
+    """Take one report: once, whole, and only as the next one. Return the answer.
+
+    A retry is acknowledged and changes nothing. `cells` as in `poll`. Raises NotYourCell, SeqGap,
+    AnotherProcess, VersionAhead, BadVersion, and InstanceGone after counting the usage of an
+    instance that is gone.
+    """
+    # What must be kept although the report is refused is committed before the refusal is raised.
+    with transaction.atomic():
+        answer = _take(said, cells, now)
+    if isinstance(answer, Refused):
+        raise answer
+    return answer
+
+
+def _take(said: Report, cells: Collection[int] | None, now: datetime) -> Reported | Refused:
+    applied = parse(said.applied_version)
+    if applied is None and said.applied_version:
+        return BadVersion(
+            'applied_version must be "epoch.number" as the policy gave it, or empty while no '
+            "policy is held."
+        )
+    row = (
+        RuntimeInstance.objects.select_for_update(of=("self",))
+        .select_related("cell")
+        .annotate(epoch=Subquery(Counter.objects.values("epoch")[:1]))
+        .filter(key=said.instance)
+        .first()
+    )
+    if row is None:
+        return _gone()
+    _check_cell(row, cells)
+    if row.boot != said.boot:
+        return AnotherProcess(
+            "This id belongs to a process with another boot id: a forked child is not its parent. "
+            "Join first."
+        )
+    current = Version(row.epoch, row.cell.policy_version)
+    # The cell's version was read after the instance applied it, so it can't be behind.
+    if applied is not None and applied.epoch == current.epoch and applied.number > current.number:
+        return _version_ahead(row, applied, current, now)
+    over = _over(row, now)
+    order = verdict(row.seq, said.seq)
+    if order == "gap":
+        return SeqGap(
+            f"Report {row.seq + 1} is missing before {said.seq}, so this one was not taken. Join "
+            "anew and report what is still held."
+        )
+    if order == "next":
+        row.seq = said.seq
+        _keep_lines(row, said, now)
+        if over:
+            # Its usage counts, and counts once; its lease is not renewed and its word no
+            # longer proves anything.
+            RuntimeInstance.objects.filter(pk=row.pk).update(seq=row.seq)
+        else:
+            told = cadence_ms(row.cell.fast_until, now)
+            known = applied is not None and applied.epoch == current.epoch
+            row.lease_until = now + _lease()
+            RuntimeInstance.objects.filter(pk=row.pk).update(
+                seq=row.seq,
+                reported_at=now,
+                lease_until=row.lease_until,
+                # A version of another epoch counts as nothing applied.
+                applied_epoch=applied.epoch if applied is not None and known else "",
+                applied_version=applied.number if applied is not None and known else 0,
+                in_flight=_running(said.in_flight),
+                in_flight_older=_running(said.in_flight_older),
+                **_told(row, told, now),
+            )
+            row.poll_after_ms = told
+    if over:
+        if row.gone_at is None:
+            _mark_gone(row, GoneWhy.LAPSED, now)
+        return _gone()
+    left = max(0.0, (row.lease_until - now).total_seconds())
+    return Reported(left, cadence_ms(row.cell.fast_until, now), current)
+
+
+@transaction.atomic
+def leave(key: str, *, cells: Collection[int] | None = None, now: datetime) -> None:
+    """Note that an instance has ended by itself, after its own drain. May be said twice.
+
+    `cells` as in `poll`. Raises NotYourCell, and InstanceGone if there never was such an instance.
+    """
+    row = RuntimeInstance.objects.select_for_update().filter(key=key).first()
+    if row is None:
+        raise _gone()
+    _check_cell(row, cells)
+    if row.gone_at is None:
+        _mark_gone(row, GoneWhy.LEFT, now)
+
+
+def mark_lapsed(instance_ids: Collection[int], *, now: datetime) -> bool:
+    """Mark exactly these instances gone, if every one of them still is lapsed; return whether.
+
+    Inside the caller's transaction, which must exist: it is the one that settles by a proof
+    that counted them as lapsed. If a report renewed one meanwhile, nothing changes, the
+    answer is False, and the caller must not settle.
+    """
+    assert_in_transaction()
+    rows = list(
+        RuntimeInstance.objects.select_for_update().filter(pk__in=instance_ids).order_by("pk")
+    )
+    if len(rows) != len(set(instance_ids)) or not all(_over(row, now) for row in rows):
+        return False
+    for row in rows:
+        if row.gone_at is None:
+            _mark_gone(row, GoneWhy.LAPSED, now)
+    return True
+
+
+@transaction.atomic
+def declare_dead(
+    instance: RuntimeInstance, *, by: str, reason: str, now: datetime
+) -> RuntimeInstance:
+    """Mark an instance gone on a person's word, so that no fence waits for it; return its row.
+
+    The person vouches that the process has ended; one that spoke within its last three polls
+    has not. Should it live after all, a store that closes itself refuses what it writes, and one
+    that can't does not. Raises ReasonMissing, AlreadyGone, StillAlive.
+    """
+    check_reason(reason)
+    row = RuntimeInstance.objects.select_for_update().select_related("cell").get(pk=instance.pk)
+    if row.gone_at is not None:
+        raise AlreadyGone(f"{row} has been gone since {row.gone_at:%Y-%m-%d %H:%M:%S} UTC already.")
+    # It reports as often as it polls.
+    spoke = max(at for at in (row.joined_at, row.polled_at, row.reported_at) if at is not None)
+    if now - spoke <= silence(row.poll_after_ms):
+        raise StillAlive(
+            f"{row} spoke at {spoke:%Y-%m-%d %H:%M:%S} UTC: it is alive, and declared dead it "
+            "would go on writing where no fence sees it. Stop it first."
+        )
+    _mark_gone(row, GoneWhy.DEAD, now)
+    before = {
+        "in_flight": row.in_flight,
+        "reported_at": row.reported_at,
+        "lease_until": row.lease_until,
+    }
+    audit(
+        who=by,
+        verb="instance.declare_dead",
+        subject=f"instance {row.name} of {row.cell.slug}",
+        reason=reason,
+        before=before,
+        after={"gone_why": row.gone_why},
+        now=now,
+    )
+    return row
+
+
+def sweep(*, now: datetime) -> int:
+    """Mark instances gone whose lease, margin and longest turn are over; return how many.
+
+    Deletes also what was kept of tenants that are no longer tracked, a bounded part a run.
+    """
+    ended = DirtyLine.objects.exclude(tenant__tracked_until__gt=now).order_by("pk")
+    DirtyLine.objects.filter(pk__in=ended.values("pk")[:DIRTY_SWEPT_MOST]).delete()
+    swept = 0
+    for pk in queries.lapsed_instances(now=now):
+        # One row a transaction: a fence that settles meanwhile waits for one row at most.
+        with transaction.atomic():
+            swept += mark_lapsed([pk], now=now)
+    return swept
+
+
+def _keep_lines(row: RuntimeInstance, said: Report, now: datetime) -> None:
+    """Keep what a report says of tenants that the cell was ever told of."""
+    slugs = {line.tenant for line in said.usage} | {line.tenant for line in said.dirty}
+    if not slugs:
+        return
+    # Tombstones are never purged, so a tenant that has just left is still known here.
+    entries = PolicyEntry.objects.filter(cell=row.cell_id, tenant__slug__in=slugs)
+    known: dict[str, int] = {}
+    # Runtimes report every session that they served, always; only a move's forecast reads them.
+    tracked: set[str] = set()
+    for slug, pk, until in entries.values_list(
+        "tenant__slug", "tenant_id", "tenant__tracked_until"
+    ):
+        known[slug] = pk
+        if until is not None and now < until:
+            tracked.add(slug)
+    if unknown := sorted(slugs - known.keys()):
+        log.warning(
+            "%s reported %d tenants that %s never had, such as %s; their lines are left out",
+            row.name,
+            len(unknown),
+            row.cell.slug,
+            unknown[0],
+        )
+    UsageLine.objects.bulk_create(
+        UsageLine(
+            instance=row,
+            seq=said.seq,
+            tenant_id=known[line.tenant],
+            minute=line.minute,
+            turns=line.turns,
+            model_calls=line.model_calls,
+            tokens=line.tokens,
+            refused=line.refused,
+        )
+        for line in merged(one for one in said.usage if one.tenant in known)
+    )
+    DirtyLine.objects.bulk_create(
+        DirtyLine(
+            tenant_id=known[line.tenant], user_id=line.user_id, session_id=line.session_id, at=now
+        )
+        for line in said.dirty
+        if line.tenant in tracked
+    )
+
+
+def _version_ahead(
+    row: RuntimeInstance, applied: Version, current: Version, now: datetime
+) -> VersionAhead:
+    subject = f"instance {row.name} of {row.cell.slug}"
+    # It will be back at every poll; one line says it all.
+    if not AuditEntry.objects.filter(subject=subject, verb="instance.version_ahead").exists():
+        audit(
+            who=f"instance {row.name}"[:WHO_MAX],
+            verb="instance.version_ahead",
+            subject=subject,
+            before={"cell": str(current)},
+            after={"applied": str(applied)},
+            now=now,
+        )
+        log.error("%s applied %s, but the cell is only at %s", subject, applied, current)
+    return VersionAhead(
+        f"{row.name} has applied {applied}, but {row.cell.slug} is only at {current}: this "
+        "database was restored from a backup without saying so. Start no move before that is put "
+        "right."
+    )
+
+
+def _check_cell(row: RuntimeInstance, cells: Collection[int] | None) -> None:
+    if cells is not None and row.cell_id not in cells:
+        raise NotYourCell(
+            "This token is not for the cell that the instance serves. Use that cell's token."
+        )
+
+
+def _told(row: RuntimeInstance, told: int, now: datetime) -> dict[str, Any]:
+    """Return the columns that note which cadence an instance is being told."""
+    hurried_at = (row.hurried_at or now) if told == FAST_MS else None
+    return {"poll_after_ms": told, "hurried_at": hurried_at}
+
+
+def _running(counts: Mapping[str, int]) -> dict[str, int]:
+    return {tenant: count for tenant, count in counts.items() if count}
+
+
+def _over(row: RuntimeInstance, now: datetime) -> bool:
+    """Return whether an instance can't write any more: gone, or lapsed and not yet marked."""
+    return row.gone_at is not None or has_lapsed(row, now)
+
+
+def _mark_gone(locked: RuntimeInstance, why: GoneWhy, now: datetime) -> None:
+    locked.gone_at = now
+    locked.gone_why = why
+    locked.save(update_fields=["gone_at", "gone_why"])
+
+
+def _gone() -> InstanceGone:
+    return InstanceGone(
+        "This instance is gone: it left, lapsed, was replaced or was declared dead. Join again; "
+        "what this process still runs belongs to the new id."
+    )
+
+
+def _lease() -> timedelta:
+    return timedelta(seconds=settings.RUNTIME_LEASE_SECONDS)
