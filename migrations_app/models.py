@@ -118,6 +118,8 @@ class TenantMigration(Durable):
     ease = models.FloatField(default=1.0)
     # Which side is slow and how much, in a person's words; "" at full speed.
     eased_why = models.TextField(blank=True, default="")
+    # What BACKFILL remembers of its own speed: a throttle.Speed. {}: it has copied nothing.
+    speed = models.JSONField(default=dict)
 
     # --- measured while it ran, for the quote; NULL: not measured yet ------------------
     copy_rate = models.FloatField(null=True, blank=True)  # sessions/s

@@ -17,7 +17,7 @@ from typing import Any
 from durable.driver import Clock, Machine, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
-from migrations_app import copying, ports, queries, services
+from migrations_app import copying, pacing, ports, queries, services
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.phases import (
     ENDED,
@@ -295,12 +295,11 @@ def _copy_sweep(
 ) -> Wait:
     """Copy, while the tenant is live, what differs from its recorded stamp, at the chosen pace."""
     began = time.monotonic()
-    swept = _copy_changed(move, source, target, meter, timer, clock, compare=True)
+    pace = pacing.pace(move, now=clock())
+    swept = _copy_changed(move, source, target, meter, timer, clock, compare=True, pace=pace)
     outcome = _swept(move, meter, swept, then="gone")
-    if move.pace_per_second is None or not meter.changed:
-        return outcome
-    rest = meter.changed / move.pace_per_second - (time.monotonic() - began)
-    return Wait(max(rest, 0.0), outcome.note, outcome.changes)
+    worked = time.monotonic() - began
+    return pacing.settled(move, source, target, meter, outcome, per_second=pace, worked=worked)
 
 
 def _copy_changed(
@@ -312,9 +311,9 @@ def _copy_changed(
     clock: Clock,
     *,
     compare: bool,
+    pace: float | None = None,
 ) -> copying.Swept:
     """Sweep the source and copy what differs from its recorded stamp, chunk after chunk."""
-    pace = move.pace_per_second if compare else None
     # With the fence closed nobody of the tenant waits for a chunk, only the fence does; on
     # SQLite other tenants' turns still wait for the file.
     if not compare and move.stamps_prove:
@@ -324,11 +323,14 @@ def _copy_changed(
     if pace is not None:
         # One second's worth, then a rest: that keeps the store's load even.
         chunk = max(1, min(chunk, int(pace)))
+    # A slow store gets its rest after each chunk, while the tenant is live. A fence never waits.
+    one_chunk = pace is not None or (compare and move.ease < 1)
 
     def work(keys: Sequence[Key]) -> None:
         meter.changed += len(keys)
+        meter.count["chunk"] = meter.count.get("chunk", 0) + 1
         copying.copy(move, source, target, keys, meter=meter, clock=clock, compare=compare)
-        if pace is not None:
+        if one_chunk:
             timer.stop()
 
     return copying.sweep(
