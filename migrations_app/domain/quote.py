@@ -99,21 +99,3 @@ def quote(
             Part("publish", "closing, publishing, steps between", PUBLISH_SECONDS, PUBLISH_SECONDS),
         )
     )
-
-
-def backfill_seconds(sessions: int, rate: float) -> float:
-    """Return how long a copy of `sessions` takes at `rate` sessions per second.
-
-    >>> backfill_seconds(12_600, 40)
-    315.0
-    """
-    return sessions / rate
-
-
-def pace(sessions: int, window_seconds: float) -> float:
-    """Return sessions per second that spread a copy over a window (M50).
-
-    >>> round(pace(12_600, 3 * 3600), 2)
-    1.17
-    """
-    return sessions / window_seconds

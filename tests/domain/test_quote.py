@@ -13,8 +13,6 @@ from migrations_app.domain.quote import (
     POLL_SECONDS,
     PUBLISH_SECONDS,
     Quote,
-    backfill_seconds,
-    pace,
     quote,
 )
 
@@ -23,11 +21,6 @@ OWN = POLL_SECONDS + PUBLISH_SECONDS
 
 def test_docstrings_hold() -> None:
     assert doctest.testmod(module).failed == 0
-
-
-def test_the_articles_backfill_takes_315_seconds() -> None:
-    assert backfill_seconds(12_600, 40) == 315.0
-    assert backfill_seconds(500, 40) == 12.5
 
 
 def test_the_articles_fence_takes_105_seconds() -> None:
@@ -44,10 +37,6 @@ def test_comparing_both_sides_in_turn_takes_127_and_a_half() -> None:
         changed=900, compare=900, users=0, running_seconds=60, copy_rate=40, verify_rate=20
     )
     assert in_turn.expected - OWN == pytest.approx(127.5)
-
-
-def test_a_copy_over_three_hours_runs_at_1_17_a_second() -> None:
-    assert round(pace(12_600, 3 * 3600), 2) == 1.17
 
 
 def test_comparing_the_clean_sessions_inside_the_fence_would_add_292_seconds() -> None:
