@@ -73,7 +73,7 @@ def start(
     SamePlace, InvalidOption or NotReadyToMove (with every red check); then nothing has changed.
     """
     _require(reason)
-    _sane(budget_seconds, drain_bound_seconds, soak_seconds)
+    check_times(budget_seconds, drain_bound_seconds, soak_seconds)
     check_pace(pace_per_second, finish_by, now)
     placement = tenant.placement
     live = tenant.moves.exclude(phase__in=ENDED).first()
@@ -387,7 +387,7 @@ def rollback(
                 " versions, accept the tenant's own, then roll back."
             )
         budget = row.budget_seconds if budget_seconds is None else budget_seconds
-        _sane(budget, min(row.drain_bound_seconds, budget), row.soak_seconds)
+        check_times(budget, min(row.drain_bound_seconds, budget), row.soak_seconds)
         quote = queries.fence_quote(row, now=now)
         if quote.worst > budget:
             raise NotNow(
@@ -577,7 +577,8 @@ def _storable(reason: str) -> None:
         )
 
 
-def _sane(budget: float, drain_bound: float, soak: float) -> None:
+def check_times(budget: float, drain_bound: float, soak: float) -> None:
+    """Raise InvalidOption unless a move's times (seconds) make sense."""
     if not 1 <= budget <= 3600:
         raise InvalidOption(f"A fence budget of {budget:g} s: choose 1 to 3,600 seconds.")
     if not 1 <= drain_bound <= budget:

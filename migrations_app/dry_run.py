@@ -1,0 +1,424 @@
+"""What a move would do, told phase by phase with real counts. Writes nothing, anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.db.models import Q
+
+from migrations_app import ports
+from migrations_app.domain import throttle
+from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.domain.quote import ASSUMED_RATE, Quote, quote
+from migrations_app.models import TenantMigration
+from migrations_app.ports.base import Survey
+from migrations_app.preflight import Preflight, preflight
+from migrations_app.services import InvalidOption, check_pace, check_times
+from tenants import queries as tenants_queries
+from tenants.domain.words import clock, counted, duration, limit, rate
+from tenants.models import Cell, Counter, Placement, Store, Tenant
+
+
+@dataclass(frozen=True)
+class Line:
+    """One phase, and what it would do, in sentences."""
+
+    phase: str
+    text: str
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A move that was only told. Times are the database's; rates are sessions per second."""
+
+    checks: Preflight | None
+    # Why it would not start; nothing below is told then.
+    refusals: tuple[str, ...]
+    lines: tuple[Line, ...] = ()
+    # The way back out of each moment: abort before TARGET, roll back after it.
+    ways_back: tuple[Line, ...] = ()
+    # At what rate it copies, and where that figure comes from.
+    per_second: float | None = None
+    measured: str = ""
+    # When the first pass would be through. NULL: it would not start.
+    through_at: datetime | None = None
+    # How much later than a chosen finish time that is; 0 where it is kept, or none was chosen.
+    late_seconds: float = 0.0
+    fence: Quote | None = None
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Measured by an earlier move, or None where nothing was."""
+
+    words: str
+    copy: float | None = None
+    verify: float | None = None
+    shared: float | None = None
+    # Seconds of one look at every stamp, and of one mark, for each session.
+    scan: float = 0.0
+    # Sessions that changed between an earlier move's last pass and its fence. None: no such move.
+    changed: int | None = None
+
+    @property
+    def backfill(self) -> float:
+        """Sessions per second of BACKFILL, which copies and compares."""
+        if self.copy is None:
+            return ASSUMED_RATE
+        return 1 / (1 / self.copy + (1 / self.verify if self.verify else 0.0))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything that the narration is made of."""
+
+    tenant: Tenant
+    home: Placement
+    target_cell: Cell
+    target_store: Store
+    now: datetime
+    found: Preflight
+    source: Survey
+    rates: _Rates
+    per_second: float
+    late_seconds: float
+    fence: Quote
+    automatic: bool
+    fence_not_before: datetime | None
+    budget_seconds: float
+    drain_bound_seconds: float
+    soak_seconds: float
+    paced: str
+    flip_by_hand: bool
+    offboard_automatically: bool
+
+    @property
+    def seconds(self) -> float:
+        return throttle.backfill_seconds(self.source.sessions, self.per_second)
+
+    @property
+    def through_at(self) -> datetime:
+        return self.now + timedelta(seconds=self.seconds)
+
+    @property
+    def fence_at(self) -> datetime | None:
+        """When the fence would close; None: when somebody says so."""
+        if not self.automatic:
+            return None
+        return max(self.through_at, self.fence_not_before or self.through_at)
+
+    @property
+    def held(self) -> str:
+        return f"{counted(self.source.sessions, 'session')} of {counted(self.source.users, 'user')}"
+
+
+def dry_run(
+    tenant: Tenant,
+    *,
+    target_cell: Cell,
+    target_store: Store,
+    now: datetime,
+    automatic: bool = False,
+    fence_not_before: datetime | None = None,
+    budget_seconds: float = 150.0,
+    drain_bound_seconds: float = 60.0,
+    soak_seconds: float = 72 * 3600.0,
+    pace_per_second: float | None = None,
+    finish_by: datetime | None = None,
+    rows_per_second: float | None = None,
+    flip_by_hand: bool = False,
+    offboard_automatically: bool = False,
+) -> DryRun:
+    """Tell what `services.start` with these options would lead to, and what it would refuse.
+
+    Looks at both stores, at what instances said and at what earlier moves measured. Takes
+    seconds. Raises InvalidOption as starting would.
+    """
+    check_times(budget_seconds, drain_bound_seconds, soak_seconds)
+    check_pace(pace_per_second, finish_by, now)
+    check_rows(rows_per_second, pace_per_second, finish_by)
+    home = tenant.placement
+    if home.store == target_store:
+        return DryRun(None, (f"{tenant} lives on {target_store} already. Choose another store.",))
+    found = preflight(
+        tenant,
+        source_cell=home.cell,
+        source_store=home.store,
+        target_cell=target_cell,
+        target_store=target_store,
+        now=now,
+    )
+    refusals = list(found.refusals)
+    if live := tenant.moves.exclude(phase__in=ENDED).first():
+        refusals.insert(0, f"{tenant} is moving already: {live} is in {live.phase.upper()}.")
+    source = found.source
+    if source is None or found.target is None:
+        return DryRun(found, tuple(refusals))
+    rates = _measured(tenant, home.store, target_store, source)
+    budgeted = _of_budget(rows_per_second, source)
+    wanted = pace_per_second or budgeted
+    paced = f"the pace of {rate(wanted)}" if wanted else ""
+    if budgeted and rows_per_second:
+        paced += f" that {rows_per_second:,.0f} rows/s allow"
+    per_second, late = min(wanted or rates.backfill, rates.backfill), 0.0
+    if finish_by is not None:
+        window = (finish_by - now).total_seconds()
+        late = throttle.late_seconds(source.sessions, rates.backfill, window)
+        if not late and source.sessions:
+            per_second = throttle.spread(source.sessions, window)
+            paced = f"spread until {clock(finish_by, now)}"
+    plan = _Plan(
+        tenant=tenant,
+        home=home,
+        target_cell=target_cell,
+        target_store=target_store,
+        now=now,
+        found=found,
+        source=source,
+        rates=rates,
+        per_second=per_second,
+        late_seconds=late,
+        fence=_fence(tenant, home.cell, source, rates, drain_bound_seconds, now),
+        automatic=automatic,
+        fence_not_before=fence_not_before,
+        budget_seconds=budget_seconds,
+        drain_bound_seconds=drain_bound_seconds,
+        soak_seconds=soak_seconds,
+        paced=paced,
+        flip_by_hand=flip_by_hand,
+        offboard_automatically=offboard_automatically,
+    )
+    return DryRun(
+        checks=found,
+        refusals=tuple(refusals),
+        lines=tuple(Line(phase.upper(), text) for phase, text in _narrated(plan)),
+        ways_back=tuple(_ways_back(plan)),
+        per_second=per_second,
+        measured=rates.words,
+        through_at=plan.through_at,
+        late_seconds=late,
+        fence=plan.fence,
+    )
+
+
+def pace_of_budget(tenant: Tenant, rows_per_second: float) -> float | None:
+    """Return the pace (sessions/s) that keeps a store's writes within so many rows per second.
+
+    Looks at how many events the tenant's sessions have. None: it has no sessions.
+    """
+    store = tenant.placement.store
+    with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
+        return _of_budget(rows_per_second, port.survey())
+
+
+def check_rows(
+    rows_per_second: float | None, pace_per_second: float | None, finish_by: datetime | None
+) -> None:
+    """Raise InvalidOption unless the write budget (rows/s) makes sense beside the other two."""
+    if rows_per_second is None:
+        return
+    if pace_per_second is not None or finish_by is not None:
+        raise InvalidOption(
+            "A write budget, a pace and a finish time: choose one, the others follow from it."
+        )
+    if not 1 <= rows_per_second <= 10_000_000:
+        raise InvalidOption(f"A budget of {rows_per_second:g} rows/s: choose 1 to 10,000,000.")
+
+
+def _of_budget(rows_per_second: float | None, source: Survey) -> float | None:
+    if rows_per_second is None or not source.sessions:
+        return None
+    each = 1 + source.events / source.sessions
+    return max(0.01, throttle.pace_from_budget(rows_per_second, each))
+
+
+def _measured(tenant: Tenant, source: Store, target: Store, survey: Survey) -> _Rates:
+    """Return what the latest earlier move between such stores measured, the same two first."""
+    earlier = (
+        TenantMigration.objects.filter(copy_rate__isnull=False)
+        .select_related("source_store", "target_store")
+        .order_by("-id")
+    )
+    these = Q(source_store=source, target_store=target)
+    kinds = Q(source_store__kind=source.kind, target_store__kind=target.kind)
+    move = earlier.filter(these).first()
+    where = "between these stores"
+    if move is None:
+        move, where = earlier.filter(kinds).first(), "between other stores of these kinds"
+    mine = tenant.moves.filter(changed_at_drain__isnull=False).order_by("-id").first()
+    changed = mine.changed_at_drain if mine else None
+    if move is None:
+        return _Rates("assumed: no move between such stores was measured yet", changed=changed)
+    looks = (move.scan_seconds or 0.0) + (move.mark_seconds or 0.0)
+    return _Rates(
+        f"measured by {move} {where}",
+        copy=move.copy_rate,
+        verify=move.verify_rate,
+        shared=move.shared_rate,
+        scan=looks / max(1, move.sessions),
+        changed=changed,
+    )
+
+
+def _fence(
+    tenant: Tenant, cell: Cell, source: Survey, rates: _Rates, bound: float, now: datetime
+) -> Quote:
+    changed = min(rates.changed or 0, source.sessions)
+    return quote(
+        changed=changed,
+        compare=changed if source.stamps_see_edits else source.sessions,
+        users=source.users,
+        running_seconds=tenants_queries.time_left_seconds(cell, tenant, now=now),
+        drain_bound_seconds=bound,
+        copy_rate=rates.copy,
+        verify_rate=rates.verify,
+        shared_rate=rates.shared,
+        scan_seconds=2 * rates.scan * source.sessions,
+    )
+
+
+def _narrated(plan: _Plan) -> Iterator[tuple[Phase, str]]:
+    yield Phase.PREPARE, _prepare(plan)
+    yield Phase.BACKFILL, _backfill(plan)
+    yield Phase.DRAIN, _drain(plan)
+    yield Phase.DELTA, _delta(plan)
+    yield Phase.VERIFY, _verify(plan)
+    yield Phase.TARGET, _target(plan)
+    yield Phase.SOAK, _soak(plan)
+    yield Phase.OFFBOARD, _offboard(plan)
+
+
+def _prepare(plan: _Plan) -> str:
+    checks = plan.found.checks
+    green = sum(check.ok is True for check in checks)
+    text = (
+        f"{green} of {len(checks)} checks are green now. Then both are looked at again, tables are"
+        f" made on {plan.target_store} where they lack, and a guard row and closing triggers on"
+        " both."
+    )
+    if plan.source.interrupted:
+        text += (
+            f" {counted(plan.source.interrupted, 'interrupted turn')} would be kept as they are."
+        )
+    return text
+
+
+def _backfill(plan: _Plan) -> str:
+    text = (
+        f"{plan.held}, at {rate(plan.per_second)} through at {clock(plan.through_at, plan.now)} UTC"
+        f" ({duration(plan.seconds)})."
+    )
+    if plan.paced:
+        text += f" That is {plan.paced}; as fast as both stores allow it would be"
+        text += f" {rate(plan.rates.backfill)}, {plan.rates.words}."
+    else:
+        text += f" The rate is {plan.rates.words}."
+    if plan.late_seconds:
+        text += (
+            f" The finish time would be missed by {duration(plan.late_seconds)}: choose a later"
+            " one, or none."
+        )
+    return f"{text} {plan.tenant} is served all the while; what changes meanwhile is copied again."
+
+
+def _drain(plan: _Plan) -> str:
+    live = tenants_queries.live_instances(plan.home.cell, now=plan.now)
+    if plan.fence_at is not None:
+        when = f"At {clock(plan.fence_at, plan.now)} UTC at the earliest, once its quote fits,"
+    elif plan.fence_not_before is not None:
+        when = f"When somebody says so, after {clock(plan.fence_not_before, plan.now)} UTC,"
+    else:
+        when = "When somebody says so"
+    if not live:
+        told = f"the fence closes. No instance of {plan.home.cell} is alive: nobody is waited for."
+        return f"{when} {told}"
+    longest = max(row.longest_turn_seconds for row in live)
+    bound = plan.drain_bound_seconds
+    text = (
+        f"{when} {counted(len(live), 'instance')} of {plan.home.cell} would be told to answer new"
+        f" turns with retry-after. Running turns get up to {limit(bound)}; the longest turn stated"
+        f" is {limit(longest)}."
+    )
+    if longest > bound:
+        text += " A turn that runs longer than the bound opens the fence again: nothing is cut."
+    return text
+
+
+def _delta(plan: _Plan) -> str:
+    changed = plan.rates.changed
+    copying = plan.rates.copy or ASSUMED_RATE
+    hundred = f"each 100 take {duration(100 / copying)}"
+    if changed is None:
+        text = f"What changed since its copy goes over: {hundred}."
+    else:
+        text = (
+            f"What changed since its copy goes over: {counted(changed, 'session')} in the last move"
+            f" of {plan.tenant}, {duration(changed / copying)}; {hundred}."
+        )
+    shared = plan.source.users / (plan.rates.shared or ASSUMED_RATE)
+    users = counted(plan.source.users, "user")
+    return f"{text} Shared state of {users} by value, {duration(shared)}."
+
+
+def _verify(plan: _Plan) -> str:
+    held = counted(plan.source.sessions, "session")
+    if plan.source.stamps_see_edits:
+        text = (
+            f"{held} must be equal: those that did not change since they were compared are proven"
+            " by their stamps, the others are compared again."
+        )
+    else:
+        seconds = plan.source.sessions / (plan.rates.verify or ASSUMED_RATE)
+        text = (
+            f"{held} are compared, every one, {duration(seconds)}: on {plan.source.database} a"
+            " stamp doesn't show an edit in place."
+        )
+    waits = " Then it waits for somebody to flip; the deadline holds." if plan.flip_by_hand else ""
+    return f"{text} One that differs blocks the flip.{waits}"
+
+
+def _target(plan: _Plan) -> str:
+    version = Counter.objects.get().placement_version + 1
+    quoted = plan.fence
+    text = (
+        f"Placement version {version}: {plan.tenant} on {plan.target_cell}, {plan.target_store}."
+        f" The fence: {duration(quoted.expected)} expected, {duration(quoted.worst)} at worst,"
+        f" budget {limit(plan.budget_seconds)}."
+    )
+    if quoted.worst > plan.budget_seconds:
+        text += " That is over the budget: it would not close until passes have made it shorter."
+    return text
+
+
+def _soak(plan: _Plan) -> str:
+    if plan.fence_at is None:
+        until = f"For {limit(plan.soak_seconds)} from then"
+    else:
+        flips = plan.fence_at + timedelta(seconds=plan.fence.expected)
+        ends = clock(flips + timedelta(seconds=plan.soak_seconds), plan.now)
+        until = f"Until {ends} UTC ({limit(plan.soak_seconds)})"
+    return f"{until} {plan.home.store} stays closed and whole: {plan.tenant} can be rolled back."
+
+
+def _offboard(plan: _Plan) -> str:
+    gone = f"deletes {plan.held} on {plan.home.store}, each only if it is still what was copied"
+    if plan.offboard_automatically:
+        return f"When the soak ends it {gone}. Nobody is asked."
+    return f"Waits for the typed confirmation “{plan.tenant.slug}”, then {gone}."
+
+
+def _ways_back(plan: _Plan) -> Iterator[Line]:
+    yield Line(
+        "Abort",
+        f"Until TARGET, at any moment: {plan.home.store} opens again and what was copied is removed"
+        f" from {plan.target_store}.",
+    )
+    hundred = duration(100 / (plan.rates.copy or ASSUMED_RATE))
+    yield Line(
+        "Roll back",
+        f"Until the soak ends: a fence closes on {plan.target_cell}, every session touched since"
+        f" goes back to {plan.home.store} (each 100 take {hundred}), deletes too, all is compared,"
+        f" and {plan.tenant} lives on {plan.home.cell}, {plan.home.store} again.",
+    )
