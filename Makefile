@@ -12,8 +12,8 @@ WITH_SERVERS := $(RUN) -m bench.servers
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
 
-demo: $(READY) ## one tenant moves while agents keep talking (ONCE=1: exit when it has)
-	@$(RUN) -m bench.demo $(if $(ONCE),--once)
+demo: $(READY) ## a tenant moves while agents talk (ONCE=1: exit after it; STACK=full: PostgreSQL, Redis)
+	@$(RUN) -m bench.demo $(if $(ONCE),--once) $(if $(STACK),--stack $(STACK))
 
 test: $(READY) ## everything, against real PostgreSQL, Redis, google-adk and Chromium
 	@$(WITH_SERVERS) -- $(RUN) -m pytest $(ARGS)
@@ -54,6 +54,6 @@ $(READY): requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "$(PYTHON) is too old: Python 3.11 or later is needed (make PYTHON=...)."; exit 1; }
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV)..."
+	@echo "Installing into $(VENV) (some two minutes)..."
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	@touch $@

@@ -1,9 +1,11 @@
 """`make demo`: one tenant moves between two stores while agents keep talking to it.
 
-Everything runs on this machine, below ./var/demo, made afresh each time: SQLite, Celery's
-filesystem broker, real web, worker and beat processes, and agent processes with real
-google-adk Runners. At the end every event that a client was told of is looked for in the
-store where its tenant then lives.
+Everything runs on this machine, below ./var/demo, made afresh each time: real web, worker
+and beat processes, and agent processes with real google-adk Runners. The databases are
+SQLite and the broker is files, unless DATABASE_URL and REDIS_URL name servers; with `--stack
+full` all of it, the agents' stores too, is on PostgreSQL and Redis that end with the demo. At
+the end every event that a client was told of is looked for in the store where its tenant
+then lives.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.servers import free_port
+from bench import servers
+from bench.ground import Ground, Unusable, check_broker, ground, take_database
 from platform_admin.processes import KeepsDying, Supervisor, installation
 
 if TYPE_CHECKING:
@@ -53,16 +56,17 @@ class DemoFailed(Exception):
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--once", action="store_true", help="exit when the migration has ended")
-    once = options.parse_args().once
+    options.add_argument("--stack", choices=["own", "full"], default="own")
+    chosen = options.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        with _alone():
-            return _run(once)
+        with _alone(), ground(_emptied(HOME), full=chosen.stack == "full") as under:
+            return _run(under, chosen.once)
     except KeyboardInterrupt:
         print("\nStopped.")
-        return 130 if once else 0
-    except (DemoFailed, KeepsDying) as error:
+        return 130 if chosen.once else 0
+    except (DemoFailed, KeepsDying, Unusable, servers.Missing) as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1
 
@@ -78,16 +82,22 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _run(once: bool) -> int:
-    began, port = time.monotonic(), free_port()
+def _emptied(home: Path) -> Path:
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    return home
+
+
+def _run(under: Ground, once: bool) -> int:
+    began, port = time.monotonic(), servers.free_port()
     address = f"http://127.0.0.1:{port}"
-    scene = _prepare()
+    scene = _prepare(under)
     from durable.clock import database_now
 
     with Supervisor(HOME / "log") as supervisor:
         tokens = scene.onboard(now=database_now())
         user, password = _sign_in()
-        print(f"Three tenants in two cells over two stores. Logs are in {HOME / 'log'}.")
+        print(f"Three tenants in two cells over two stores: {under}. Logs are in {HOME / 'log'}.")
         supervisor.start(*installation(port), *scene.fills())
         _fill(supervisor, scene)
         _wait_for_web(supervisor, address)
@@ -109,17 +119,15 @@ def _run(once: bool) -> int:
             time.sleep(0.25)
 
 
-def _prepare() -> Scene:
-    """Make the home and the schema afresh, and set this process up as one of the demo's."""
-    shutil.rmtree(HOME, ignore_errors=True)
-    (HOME / "stores").mkdir(parents=True)
+def _prepare(under: Ground) -> Scene:
+    """Make the schema afresh, and set this process up as one of the demo's."""
+    named = {name: os.environ.get(name) for name in ("DATABASE_URL", "REDIS_URL")}
     os.environ.update(
         {
             "DJANGO_SETTINGS_MODULE": "platform_admin.settings",
             "SWITCHYARD_HOME": str(HOME),
-            # The embedded default, whatever this shell is set up for.
-            "DATABASE_URL": f"sqlite:///{HOME / 'switchyard.sqlite3'}",
-            "REDIS_URL": "",
+            "DATABASE_URL": under.database,
+            "REDIS_URL": under.redis,
             "DURABLE_LEASE_SECONDS": str(LEASE_SECONDS),
             # google-adk announces its experimental parts; a log is for what one can act on.
             "PYTHONWARNINGS": "ignore",
@@ -129,22 +137,26 @@ def _prepare() -> Scene:
     from django.core.management import call_command
 
     django.setup()
+    from django.db import connection
+
     from bench.scene import Resident, Scene
 
+    source, target = under.stores
     scene = Scene(
         home=HOME,
-        stores={
-            f"store-eu1-{letter}": f"sqlite+aiosqlite:///{HOME / 'stores' / letter}.db"
-            for letter in "ab"
-        },
-        cells={"store-eu1-a": "cell-eu1-a", "store-eu1-b": "cell-eu1-b"},
+        stores=under.stores,
+        cells={source: "cell-eu1-a", target: TARGET_CELL},
         # 500 filled turns.
         residents=(
-            Resident(MOVED, "support", "store-eu1-a", sessions=100, clients=2),
-            Resident("bolt", "support", "store-eu1-a", sessions=25, weight=4.0),
-            Resident("core", "billing", "store-eu1-b", sessions=125),
+            Resident(MOVED, "support", source, sessions=100, clients=2),
+            Resident("bolt", "support", source, sessions=25, weight=4.0),
+            Resident("core", "billing", target, sessions=125),
         ),
     )
+    if named["REDIS_URL"]:
+        check_broker()
+    if named["DATABASE_URL"]:
+        take_database(connection, [resident.tenant for resident in scene.residents])
     os.environ.update(scene.environment)
     call_command("migrate", verbosity=0)
     return scene
