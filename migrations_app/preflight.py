@@ -7,16 +7,19 @@ from datetime import datetime
 from typing import Any
 
 from migrations_app import ports
-from migrations_app.domain.phases import ENDED
+from migrations_app.domain.phases import ENDED, Phase
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import START, Finding, StoreRefused, Survey
 from tenants import queries as tenants_queries
+from tenants.domain.words import clock, duration
 from tenants.models import Cell, Store, Tenant
+
+PRACTISED = "Rollback practised"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the preparation. `ok` None: could not be looked at yet."""
+    """One line of the preparation. `ok` None: not looked at, or not so, yet; it blocks nothing."""
 
     name: str
     ok: bool | None
@@ -61,7 +64,26 @@ def preflight(
     if source is not None and target is not None:
         checks += _pair_checks(tenant, source, target, source_store, target_store, move)
     checks += _cell_checks(source_cell, target_cell, target_store, now)
+    checks.append(_practised(source_store, target_store, now))
     return Preflight(tuple(checks), source, target)
+
+
+def _practised(source: Store, target: Store, now: datetime) -> Check:
+    """Say whether a rollback between stores of these kinds has been carried out before."""
+    went_back = TenantMigration.objects.filter(
+        phase=Phase.ROLLED_BACK, source_store__kind=source.kind, target_store__kind=target.kind
+    ).select_related("tenant")
+    these = went_back.filter(source_store=source, target_store=target)
+    move = these.order_by("-id").first() or went_back.order_by("-id").first()
+    if move is None:
+        detail = "not yet between such stores: practise one on an internal tenant first"
+        return Check(PRACTISED, None, detail)
+    # Of a move that went back these two are the way back's.
+    closed, opened = move.fence_closed_at, move.fence_opened_at
+    took = ""
+    if closed is not None and opened is not None:
+        took = f", its fence closed for {duration((opened - closed).total_seconds())}"
+    return Check(PRACTISED, True, f"{move} of {move.tenant}, {clock(move.ended_at, now)}{took}")
 
 
 def _survey(store: Store, tenant: Tenant, side: str, checks: list[Check]) -> Survey | None:
