@@ -58,6 +58,8 @@ class Machine:
     while_paused: Callable[[Any, Clock], Outcome] = field(
         default=lambda row, clock: Wait(PAUSED_SECONDS)
     )
+    # Columns of requests that keep a row out of a phase of no return while they are set.
+    requests: tuple[str, ...] = ("abort_requested_at", "pause_requested_at")
     # Who writes the machine's own lines in the log.
     name: str = "mover"
 
@@ -177,8 +179,8 @@ def _settle(machine: Machine, row: Any, outcome: Outcome, now: datetime, *, fail
                 "due_at": now if machine.table[to] else None,
             }
             if to in machine.no_return:
-                # An abort or a pause that was asked for after the step looked still counts.
-                ours = ours.filter(abort_requested_at=None, pause_requested_at=None)
+                # What was asked for after the step looked still counts.
+                ours = ours.filter(**dict.fromkeys(machine.requests))
         case Wait(seconds=seconds):
             to = row.phase
             changes["due_at"] = now + timedelta(seconds=seconds)

@@ -2,6 +2,9 @@
 
 Each function works for a few seconds at most and says how far it came. What it does in a
 store is guarded by that store's guard row, what it records by `holding`.
+
+`source` and `target` are where data is read and where it is written. On the way back those
+are the move's target and its source: `way` says so, and which column has whose stamps.
 """
 
 from __future__ import annotations
@@ -10,17 +13,18 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from durable.driver import Clock, holding
 from durable.errors import Refused
 from migrations_app import ports
 from migrations_app.domain.mismatch import Difference, Looks, session_difference, shared_difference
+from migrations_app.domain.phases import REVERSED
 from migrations_app.models import Mismatch, Sample, SessionStamp, TenantMigration
 from migrations_app.ports.base import Copied, Digest, Key, SessionStore, SharedRow, Stamp
-from tenants.models import Store
+from tenants.models import Cell, Store
 
 # A step works this long, then settles: far below the lease, so that a kill costs little.
 STEP_SECONDS = 2.0
@@ -94,6 +98,36 @@ class Meter:
         }
 
 
+@dataclass(frozen=True)
+class Way:
+    """Where the tenant lives and its data is read, and where it goes and is written."""
+
+    from_cell: Cell
+    from_store: Store
+    to_cell: Cell
+    to_store: Store
+    # The columns of SessionStamp that hold the stamps of both.
+    read: str
+    written: str
+
+
+def way(move: TenantMigration) -> Way:
+    """Return which way data goes in the move's phase."""
+    source = (move.source_cell, move.source_store)
+    target = (move.target_cell, move.target_store)
+    if move.phase in REVERSED:
+        return Way(*target, *source, read="target_stamp", written="source_stamp")
+    return Way(*source, *target, read="source_stamp", written="target_stamp")
+
+
+T = TypeVar("T")
+
+
+def in_order(move: TenantMigration, read: T, written: T) -> tuple[T, T]:
+    """Return (the move's source's, the move's target's): what people are shown."""
+    return (written, read) if move.phase in REVERSED else (read, written)
+
+
 @contextmanager
 def opened(move: TenantMigration, store: Store) -> Iterator[SessionStore]:
     """Open one side for the tenant, under the claim that `move` is held by."""
@@ -109,12 +143,13 @@ def opened(move: TenantMigration, store: Store) -> Iterator[SessionStore]:
 
 @contextmanager
 def both(move: TenantMigration) -> Iterator[tuple[SessionStore, SessionStore]]:
-    """Open source and target. Raises TablesLost once PREPARE has made sure of their tables."""
+    """Open both sides of the `way`. Raises TablesLost once PREPARE has made sure of the tables."""
+    sides = way(move)
     with ExitStack() as stack:
-        source = stack.enter_context(opened(move, move.source_store))
-        target = stack.enter_context(opened(move, move.target_store))
+        source = stack.enter_context(opened(move, sides.from_store))
+        target = stack.enter_context(opened(move, sides.to_store))
         if move.guarded:
-            check_tables((source, move.source_store), (target, move.target_store))
+            check_tables((source, sides.from_store), (target, sides.to_store))
         yield source, target
 
 
@@ -162,18 +197,18 @@ def _size(move: TenantMigration, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class Noted:
-    source_stamp: Stamp
-    target_stamp: Stamp
-    compared: bool
+    read: Stamp
+    written: Stamp
 
 
 def noted(move: TenantMigration, keys: Collection[Key]) -> dict[Key, Noted]:
     """Return what is recorded of these sessions, where anything is."""
+    sides = way(move)
     rows = move.stamps.filter(session_id__in={key.session_id for key in keys})
     return {
-        Key(user, session): Noted(source, target, compared is not None)
-        for user, session, source, target, compared in rows.values_list(
-            "user_id", "session_id", "source_stamp", "target_stamp", "compared_at"
+        Key(user, session): Noted(read, written)
+        for user, session, read, written in rows.values_list(
+            "user_id", "session_id", sides.read, sides.written
         )
     }
 
@@ -244,7 +279,12 @@ def _prefix(pending: Sequence[tuple[Key, bool]], chunk: int) -> list[tuple[Key, 
 def changed_keys(move: TenantMigration, page: Sequence[tuple[Key, Stamp]]) -> set[Key]:
     """Return the keys of a page whose copy is not of the stamp that the source has now."""
     known = noted(move, [key for key, _ in page])
-    return {key for key, stamp in page if key not in known or known[key].source_stamp != stamp}
+    return {
+        key
+        for key, stamp in page
+        # Without a stamp of the copy: noted, and its chunk is not known to be whole.
+        if key not in known or known[key].read != stamp or not known[key].written
+    }
 
 
 def copy(
@@ -267,19 +307,22 @@ def copy(
     with holding(move):
         SessionStamp.objects.bulk_create(
             [SessionStamp(move=move, user_id=u, session_id=s) for u, s in keys],
-            ignore_conflicts=True,
+            update_conflicts=True,
+            unique_fields=["move", "session_id", "user_id"],
+            update_fields=[way(move).written, "compared_at"],
         )
     with meter.timing("copy", len(keys)):
         copied = ports.copy(source, target, keys)
     meter.copied += len(copied)
     equal: set[Key] = set()
     differ: dict[Key, Difference] = {}
+    moved_on: set[Key] = set()
     pair: Digests = ({}, {})
     if compare and copied:
         with meter.timing("compare", len(copied)):
             pair = ports.digests_of_both(source, target, list(copied))
         meter.compared += len(copied)
-        equal, differ = _verdicts(source, target, copied, pair)
+        equal, differ, moved_on = _verdicts(move, source, target, copied, pair)
     gone = [key for key in keys if key not in copied]
     meter.deleted += len(gone)
     now = clock()
@@ -288,26 +331,34 @@ def copy(
         _forget(move, gone)
         _resolve(move, [*gone, *equal], now)
         _report(move, differ, pair, now)
+        _report(move, dict.fromkeys(moved_on, MOVED_ON), pair, now, transient=True)
 
 
+MOVED_ON = Difference("events", "changed at the source after it was copied", Looks.MOVED_ON)
 Digests = tuple[dict[Key, Digest], dict[Key, Digest]]
 
 
 def _verdicts(
-    source: SessionStore, target: SessionStore, copied: Mapping[Key, Copied], pair: Digests
-) -> tuple[set[Key], dict[Key, Difference]]:
-    """Tell equal sessions from different ones; those that moved on since the copy are neither."""
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    copied: Mapping[Key, Copied],
+    pair: Digests,
+) -> tuple[set[Key], dict[Key, Difference], set[Key]]:
+    """Tell equal sessions from different ones, and from those that moved on since the copy."""
     ours, theirs = pair
-    equal, differ = set(), []
+    equal, differ, moved_on = set(), [], set()
     for key, stamps in copied.items():
         mine, other = ours.get(key), theirs.get(key)
         if mine is None or mine.stamp != stamps.source:
+            if not same(mine, other):
+                moved_on.add(key)
             continue
         if same(mine, other) and other is not None and other.stamp == stamps.target:
             equal.add(key)
         else:
             differ.append(key)
-    return equal, name(source, target, differ)
+    return equal, name(move, source, target, differ), moved_on
 
 
 def same(ours: Digest | None, theirs: Digest | None) -> bool:
@@ -317,18 +368,33 @@ def same(ours: Digest | None, theirs: Digest | None) -> bool:
     return (ours.state, ours.events) == (theirs.state, theirs.events)
 
 
-def name(source: SessionStore, target: SessionStore, keys: Iterable[Key]) -> dict[Key, Difference]:
+def name(
+    move: TenantMigration, source: SessionStore, target: SessionStore, keys: Iterable[Key]
+) -> dict[Key, Difference]:
     """Say where these sessions differ, by reading the first NAMED_PER_CHUNK of them."""
+    source, target = in_order(move, source, target)
     named: dict[Key, Difference] = {}
     for key in keys:
         if len(named) < NAMED_PER_CHUNK:
             found = session_difference(source.session(key), target.session(key))
         else:
             found = Difference("events", "open the diff to see where", Looks.CHANGED_VALUE)
-        named[key] = found or Difference(
+        found = found or Difference(
             "events", "the rows differ in a column that ADK does not read", Looks.CHANGED_VALUE
         )
+        named[key] = _on_the_way_back(found) if move.phase in REVERSED else found
     return named
+
+
+def _on_the_way_back(found: Difference) -> Difference:
+    """Read a difference the other way round: what only the source has came in too late."""
+    looks = {
+        Looks.FENCE_LEAK: Looks.LATE_WRITE,
+        Looks.LOST: Looks.LATE_WRITE,
+        Looks.WRITTEN_ON_TARGET: Looks.NOT_CARRIED,
+        Looks.EMPTY_COPY: Looks.LATE_WRITE,
+    }
+    return replace(found, looks_like=looks.get(found.looks_like, found.looks_like))
 
 
 def compare(
@@ -346,7 +412,7 @@ def compare(
     ours, theirs = pair
     meter.compared += len(keys)
     equal = [key for key in keys if same(ours.get(key), theirs.get(key))]
-    differ = name(source, target, [key for key in keys if key not in set(equal)])
+    differ = name(move, source, target, [key for key in keys if key not in set(equal)])
     stamps = {
         key: Copied(ours[key].stamp, theirs[key].stamp)
         for key in equal
@@ -383,7 +449,7 @@ def prove(
         rows = list(
             move.stamps.filter(pk__gt=last)
             .order_by("pk")
-            .values_list("pk", "user_id", "session_id", "target_stamp", "compared_at")[:page]
+            .values_list("pk", "user_id", "session_id", way(move).written, "compared_at")[:page]
         )
         with meter.timing("scan", len(rows)):
             there = target.stamps([Key(row[1], row[2]) for row in rows]) if rows else {}
@@ -404,15 +470,15 @@ def prove(
 def _record(
     move: TenantMigration, stamps: Mapping[Key, Copied], compared: Mapping[Key, datetime]
 ) -> None:
+    sides = way(move)
     SessionStamp.objects.bulk_create(
         [
             SessionStamp(
                 move=move,
                 user_id=key.user_id,
                 session_id=key.session_id,
-                source_stamp=pair.source,
-                target_stamp=pair.target,
                 compared_at=compared.get(key),
+                **{sides.read: pair.source, sides.written: pair.target},
             )
             for key, pair in stamps.items()
         ],
@@ -449,28 +515,207 @@ def _resolve(move: TenantMigration, keys: Collection[Key], now: datetime) -> Non
 
 
 def _report(
-    move: TenantMigration, differ: Mapping[Key, Difference], pair: Digests, now: datetime
+    move: TenantMigration,
+    differ: Mapping[Key, Difference],
+    pair: Digests,
+    now: datetime,
+    *,
+    transient: bool = False,
 ) -> None:
     for key, difference in differ.items():
-        ours, theirs = pair[0].get(key), pair[1].get(key)
+        ours, theirs = in_order(move, pair[0].get(key), pair[1].get(key))
         part = "state" if difference.part == "state" else "events"
-        move.mismatches.update_or_create(
-            user_id=key.user_id,
-            session_id=key.session_id,
-            resolved_at=None,
-            defaults={
-                "part": difference.part,
-                "first_difference": difference.text,
-                "looks_like": difference.looks_like,
-                "source_digest": getattr(ours, part, ""),
-                "target_digest": getattr(theirs, part, ""),
-                "found_at": now,
-                "found_in": move.phase,
-                # A repair that did not help may be asked for again.
-                "repair_requested_at": None,
-                "repair_requested_by": "",
-            },
-        )
+        digests = (getattr(ours, part, ""), getattr(theirs, part, ""))
+        _put(move, key.user_id, key.session_id, difference, digests, now, transient=transient)
+
+
+def _put(
+    move: TenantMigration,
+    user_id: str,
+    session_id: str,
+    difference: Difference,
+    digests: tuple[str, str],
+    now: datetime,
+    *,
+    transient: bool = False,
+) -> None:
+    """Record one difference; digests are the move's source's and target's.
+
+    Found again with the same digests it keeps what people have said of it: an accepted
+    difference stays accepted, one that changed is a new one.
+    """
+    found = move.mismatches.filter(user_id=user_id, session_id=session_id, resolved_at=None).first()
+    row = found or Mismatch(move=move, user_id=user_id, session_id=session_id)
+    known = (row.source_digest, row.target_digest) == digests
+    if not (known and row.accepted_at):
+        row.accepted_at, row.accepted_by, row.accepted_reason = None, "", ""
+        # A repair that did not help may be asked for again.
+        row.repair_requested_at, row.repair_requested_by = None, ""
+    row.part, row.first_difference = difference.part, difference.text
+    row.looks_like, row.transient = difference.looks_like, transient
+    row.source_digest, row.target_digest = digests
+    row.found_at, row.found_in = now, move.phase
+    row.save()
+
+
+def spare_late_writes(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    keys: Sequence[Key],
+    clock: Clock,
+) -> list[Key]:
+    """Return those of `keys` that may be carried back; name the others.
+
+    What somebody wrote at the closed source after the cutover is nowhere else: it is replaced
+    only where a person has seen it and said so.
+    """
+    known, there = noted(move, keys), target.stamps(keys)
+    late = [
+        key
+        for key in keys
+        # "": this move's own half-written chunk.
+        if key in there and (key not in known or known[key].written not in ("", there[key]))
+    ]
+    said = set(
+        move.mismatches.filter(
+            resolved_at=None, accepted_at__isnull=False, looks_like=Looks.LATE_WRITE
+        ).values_list("user_id", "session_id")
+    )
+    if late := [key for key in late if key not in said]:
+        _report_late(move, *in_order(move, source, target), late, "written", clock)
+    return [key for key in keys if key not in set(late)]
+
+
+def count_touched(
+    move: TenantMigration, target: SessionStore, *, timer: Timer
+) -> tuple[Swept, int, int]:
+    """Walk our own list; return how far, how many are still on the target, and how many changed.
+
+    A session that was deleted there counts as changed. cursor_session holds the last id.
+    """
+    last, passed, alive, touched = int(move.cursor_session or 0), 0, 0, 0
+    while True:
+        rows = _listed(move, last, "target_stamp")
+        there = target.stamps([key for _, key, _ in rows]) if rows else {}
+        alive += len(there)
+        touched += sum(there.get(key) != stamp for _, key, stamp in rows)
+        last, passed = rows[-1][0] if rows else last, passed + len(rows)
+        finished = len(rows) < PAGE
+        if finished or timer.out:
+            return Swept(Key("", str(last)), passed, finished), alive, touched
+
+
+def record_anew(
+    move: TenantMigration, source: SessionStore, target: SessionStore, *, timer: Timer
+) -> Swept:
+    """After a stopped rollback, record what it wrote at the source and could not note any more.
+
+    Only stamps that it blanked before writing: what somebody else wrote there stays a late
+    write. What it deleted there, and is not on the target either, is forgotten.
+    """
+    last, passed = int(move.cursor_session or 0), 0
+    while True:
+        rows = _listed(move, last, "source_stamp")
+        here = source.stamps([key for _, key, _ in rows]) if rows else {}
+        lost = [key for _, key, _ in rows if key not in here]
+        there = target.stamps(lost) if lost else {}
+        blank = [
+            SessionStamp(pk=pk, source_stamp=here[key])
+            for pk, key, stamp in rows
+            if not stamp and key in here
+        ]
+        # Noted for its chunk, and never written: born on the target.
+        gone = [
+            key for _, key, stamp in rows if key not in here and (not stamp or key not in there)
+        ]
+        with holding(move):
+            SessionStamp.objects.bulk_update(blank, ["source_stamp"])
+            _forget(move, gone)
+        last, passed = rows[-1][0] if rows else last, passed + len(rows)
+        if len(rows) < PAGE or timer.out:
+            return Swept(Key("", str(last)), passed, finished=len(rows) < PAGE)
+
+
+def _listed(move: TenantMigration, last: int, column: str) -> list[tuple[int, Key, Stamp]]:
+    """Return (id, key, stamp) of a page of our own list, behind the id `last`."""
+    rows = move.stamps.filter(pk__gt=last).order_by("pk")
+    columns = ("pk", "user_id", "session_id", column)
+    return [
+        (pk, Key(user, name), stamp) for pk, user, name, stamp in rows.values_list(*columns)[:PAGE]
+    ]
+
+
+def find_late_writes(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    *,
+    timer: Timer,
+    clock: Clock,
+) -> tuple[Swept, int]:
+    """Name the sessions of the move's closed source that are not as the cutover left them.
+
+    A database that was restored or rewritten has new stamps on equal rows: what the target has
+    equal is recorded anew, the rest is for a person. Returns how many had another stamp.
+    """
+    after, passed, found = cursor(move), 0, 0
+    while page := source.page(after, PAGE):
+        known = noted(move, [key for key, _ in page])
+        changed = [key for key, stamp in page if key not in known or known[key].read != stamp]
+        for at in range(0, len(changed), CHUNK_MOST):
+            _judge_late(move, source, target, changed[at : at + CHUNK_MOST], clock)
+        after, passed, found = page[-1][0], passed + len(page), found + len(changed)
+        if timer.out:
+            return Swept(after, passed, finished=False), found
+    return Swept(after, passed, finished=True), found
+
+
+def report_late_shared(move: TenantMigration, source: SessionStore, clock: Clock) -> None:
+    """Record that the closed source changed although no session of it did."""
+    text = "shared state was written, or sessions deleted, at the closed source"
+    with holding(move):
+        found = Difference("app", text, Looks.LATE_WRITE)
+        _put(move, "", "", found, (source.mark(), move.mark), clock())
+
+
+def _judge_late(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    keys: Sequence[Key],
+    clock: Clock,
+) -> None:
+    ours, theirs = ports.digests_of_both(source, target, keys)
+    equal = {
+        key: Copied(ours[key].stamp, theirs[key].stamp)
+        for key in keys
+        if key in ours and key in theirs and same(ours[key], theirs[key])
+    }
+    with holding(move):
+        _record(move, equal, dict.fromkeys(equal, clock()))
+    late = [key for key in keys if key in ours and key not in equal]
+    _report_late(move, source, target, late, "written", clock)
+
+
+def _report_late(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    keys: Sequence[Key],
+    what: str,
+    clock: Clock,
+) -> None:
+    """Record late writes; `source` is the move's own."""
+    if not keys:
+        return
+    found = Difference("events", f"{what} at the closed source after the cutover", Looks.LATE_WRITE)
+    ours, theirs = ports.digests_of_both(source, target, keys)
+    now = clock()
+    with holding(move):
+        for key in keys:
+            digests = tuple(side[key].events if key in side else "" for side in (ours, theirs))
+            _put(move, key.user_id, key.session_id, found, (digests[0], digests[1]), now)
 
 
 def remove_gone(
@@ -500,7 +745,15 @@ def remove_gone(
         keys = [Key(user, session) for _, user, session in rows]
         alive = source.stamps(keys) if keys else {}
         if gone := [key for key in keys if key not in alive]:
-            target.delete(gone)
+            if move.phase in REVERSED:
+                # A late write at the closed source is no copy of ours: it stays, and VERIFY
+                # names it. What a killed try has deleted already is forgotten as well.
+                recorded = {key: note.written for key, note in noted(move, gone).items()}
+                target.delete_unchanged(recorded)
+                left = target.stamps(gone)
+                gone = [key for key in gone if key not in left]
+            else:
+                target.delete(gone)
             meter.deleted += len(gone)
             with holding(move):
                 _forget(move, gone)
@@ -562,9 +815,8 @@ def _compare_shared(
     with holding(move):
         for row in differ:
             other = there.get(row.user_id)
-            difference = shared_difference(
-                row.user_id, json.loads(row.state), json.loads(other.state) if other else None
-            )
+            states = json.loads(row.state), json.loads(other.state) if other else None
+            difference = shared_difference(row.user_id, *in_order(move, *states))
             report_shared(move, row.user_id, difference, row.digest, _digest(other), now)
 
 
@@ -578,24 +830,8 @@ def report_shared(
 ) -> None:
     """Record a difference of shared state. Inside the caller's `holding`."""
     part = "app" if user_id is None else "user"
-    move.mismatches.update_or_create(
-        user_id=user_id or "",
-        session_id="",
-        resolved_at=None,
-        defaults={
-            "part": part,
-            "first_difference": difference.text
-            if difference
-            else "the rows differ in spelling only",
-            "looks_like": difference.looks_like if difference else Looks.OLD_SHARED_WON,
-            "source_digest": ours,
-            "target_digest": theirs,
-            "found_at": now,
-            "found_in": move.phase,
-            "repair_requested_at": None,
-            "repair_requested_by": "",
-        },
-    )
+    found = difference or Difference(part, "the rows differ in spelling only", Looks.OLD_SHARED_WON)
+    _put(move, user_id or "", "", found, in_order(move, ours, theirs), now)
 
 
 def _remove_foreign_shared(
@@ -616,7 +852,8 @@ def _remove_foreign_shared(
             now = clock()
             with holding(move):
                 for row in foreign:
-                    extra = Difference("user", "not on the source", Looks.WRITTEN_ON_TARGET)
+                    side = "target" if move.phase in REVERSED else "source"
+                    extra = Difference("user", f"not on the {side}", Looks.WRITTEN_ON_TARGET)
                     report_shared(move, row.user_id, extra, "", row.digest, now)
         after = rows[-1].user_id or ""
         if len(rows) < PAGE:

@@ -186,25 +186,12 @@ def _cell_checks(
             f" {target_cell} in {target_cell.region}.",
         ),
     ]
+    checks.append(instance_check(source_cell, target_cell, target_store, now=now))
     there = tenants_queries.live_instances(target_cell, now=now)
     here = tenants_queries.live_instances(source_cell, now=now)
-    blind = sorted(i.name for i in there if target_store.key not in i.stores)
     wanted = {plugin for instance in here for plugin in instance.plugins}
     bare = sorted(i.name for i in there if wanted - set(i.plugins))
-    if not there:
-        none_anywhere = not here
-        detail = f"no instance of {target_cell} is alive"
-        checks.append(Check("Instances", none_anywhere, detail))
-    else:
-        checks.append(
-            Check(
-                "Instances",
-                not blind,
-                f"{', '.join(blind)} could not open {target_store}"
-                if blind
-                else f"all {len(there)} of {target_cell} opened {target_store}",
-            )
-        )
+    if there:
         checks.append(
             Check(
                 "Plugins",
@@ -215,3 +202,19 @@ def _cell_checks(
             )
         )
     return checks
+
+
+def instance_check(from_cell: Cell, to_cell: Cell, to_store: Store, *, now: datetime) -> Check:
+    """Look whether instances would serve the tenant where it goes."""
+    there = tenants_queries.live_instances(to_cell, now=now)
+    if not there:
+        nobody_anywhere = not tenants_queries.live_instances(from_cell, now=now)
+        return Check("Instances", nobody_anywhere, f"no instance of {to_cell} is alive")
+    blind = sorted(i.name for i in there if to_store.key not in i.stores)
+    return Check(
+        "Instances",
+        not blind,
+        f"{', '.join(blind)} could not open {to_store}"
+        if blind
+        else f"all {len(there)} of {to_cell} opened {to_store}",
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 
-from migrations_app.domain.phases import Phase
+from migrations_app.domain.mismatch import Looks
+from migrations_app.domain.phases import REVERSED, Phase
 from migrations_app.domain.quote import Quote, quote
 from migrations_app.models import Mismatch, TenantMigration
 from tenants import queries as tenants_queries
@@ -17,14 +19,15 @@ GUARD_LOST = "has lost its guard row"
 
 
 def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
-    """Work out how long the fence of `move` would stay closed if it closed at `now`."""
-    changed = changed_since_pass(move)
+    """Work out how long the next fence of `move` would stay closed if it closed at `now`."""
+    changed = to_carry(move) if goes_back(move) else changed_since_pass(move)
+    home = move.target_cell if goes_back(move) else move.source_cell
     return quote(
         changed=changed,
         # Without proof by stamp every session is compared inside the fence.
         compare=changed if move.stamps_prove else move.sessions,
         users=move.users,
-        running_seconds=tenants_queries.time_left_seconds(move.source_cell, move.tenant, now=now),
+        running_seconds=tenants_queries.time_left_seconds(home, move.tenant, now=now),
         drain_bound_seconds=move.drain_bound_seconds,
         copy_rate=move.copy_rate,
         verify_rate=move.verify_rate,
@@ -33,6 +36,22 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
         # again at the end.
         scan_seconds=2 * (move.scan_seconds or 0) + 2 * (move.mark_seconds or 0),
     )
+
+
+def goes_back(move: TenantMigration) -> bool:
+    """Return whether the next fence of the move is the way back's."""
+    return move.phase == Phase.SOAK or move.phase in REVERSED
+
+
+def to_carry(move: TenantMigration) -> int:
+    """Return how many sessions a rollback would carry back, as a forecast.
+
+    What SOAK's last look counted, and what runtimes have reported as served since.
+    """
+    since = move.touched_at or move.fence_opened_at
+    lines = DirtyLine.objects.filter(tenant=move.tenant, at__gte=since) if since else None
+    served = lines.values("user_id", "session_id").distinct().count() if lines is not None else 0
+    return min((move.touched or 0) + served, move.sessions + served)
 
 
 def changed_since_pass(move: TenantMigration) -> int:
@@ -54,7 +73,31 @@ def open_mismatches(move: TenantMigration) -> int:
 
 def blocking(move: TenantMigration) -> QuerySet[Mismatch]:
     """Return the mismatches that nobody has repaired or accepted, and that will not pass."""
-    return move.mismatches.filter(resolved_at=None, accepted_at=None, transient=False)
+    return blocking_of([move])
+
+
+def blocking_of(moves: Sequence[TenantMigration]) -> QuerySet[Mismatch]:
+    """Return the `blocking` mismatches of these moves, for lists."""
+    # On the way back an accepted late write is to be replaced, not kept: it blocks until it was.
+    replaced = Q(move__phase__in=REVERSED) & ~Q(looks_like=Looks.CANNOT_HOLD)
+    rows = Mismatch.objects.filter(move__in=moves, resolved_at=None, transient=False)
+    return rows.filter(Q(accepted_at=None) | replaced)
+
+
+def late_writes(move: TenantMigration) -> QuerySet[Mismatch]:
+    """Return what was written at the closed source after the cutover, and still stands there."""
+    return move.mismatches.filter(resolved_at=None, looks_like=Looks.LATE_WRITE)
+
+
+def acceptable(move: TenantMigration, row: Mismatch) -> bool:
+    """Return whether a person may let this difference stay: nothing is lost by it.
+
+    A value that the target spells in another way, in a comparison; a late write at the closed
+    source, whose place the tenant's own copy takes, in SOAK.
+    """
+    if row.looks_like == Looks.LATE_WRITE:
+        return move.phase == Phase.SOAK
+    return row.looks_like == Looks.CANNOT_HOLD and row.part != "value"
 
 
 def owes_opening(move: TenantMigration) -> bool:

@@ -14,6 +14,7 @@ from durable.errors import Refused
 from migrations_app import queries
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import ENDED, FENCED, UNPAUSABLE, WAY_OUT, Mode, Phase
+from migrations_app.domain.verbs import words
 from migrations_app.models import TenantMigration
 from migrations_app.preflight import preflight
 from tenants import services as tenants
@@ -269,12 +270,17 @@ def accept(
         if not (found := list(rows)):
             raise NotNow("None of these is open any more, or somebody accepted them already.")
         for mismatch in found:
-            if mismatch.looks_like not in ACCEPTABLE or mismatch.part == "value":
+            if not queries.acceptable(row, mismatch):
                 raise NotNow(
-                    f"Row {mismatch.pk} looks like {mismatch.looks_like}, which can't be accepted:"
-                    " something would be lost. Repair it by copying again, or abort."
+                    f"Row {mismatch.pk} looks like {mismatch.looks_like}, which can't be accepted"
+                    f" in {row.phase.upper()}: something would be lost. Repair it by copying"
+                    " again, or abort."
                 )
-        rows.update(accepted_at=now, accepted_by=by, accepted_reason=reason)
+        said = {"accepted_at": now, "accepted_by": by, "accepted_reason": reason}
+        late = row.mismatches.filter(pk__in=[m.pk for m in found], looks_like=Looks.LATE_WRITE)
+        # A rollback replaces these by what the tenant has on the target.
+        late.update(**said, repair_requested_at=now, repair_requested_by=by)
+        row.mismatches.filter(pk__in=[m.pk for m in found]).update(**said)
     return len(found)
 
 
@@ -458,9 +464,6 @@ def _may_repair(move: TenantMigration) -> None:
         )
 
 
-# Differences that lose nothing when they stay: the value is there, spelled in another way, or the
-# tenant's own copy is the later one.
-ACCEPTABLE = frozenset({Looks.CANNOT_HOLD, Looks.CHANGED_VALUE, Looks.LATE_WRITE})
 REASON_CHARACTERS = 2_000
 # The fast cadence is asked for this far past the moment that needs it; it ends by itself, so no
 # killed worker leaves a cell polling fast for ever.
@@ -520,8 +523,8 @@ def _asking(
         TenantMigration.objects.filter(pk=row.pk).update(
             version=F("version") + 1, **changed, **soon
         )
-        words = verb.replace("_", " ").capitalize()
-        note = f"{words}: {reason}" if reason else words
+        said = words(verb, row.phase)
+        note = f"{said}: {reason}" if reason else said
         row.events.create(at=now, who=by, was=row.phase, now=row.phase, note=note)
         _audit(
             row,

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from durable.driver import Clock, Machine, holding
@@ -24,22 +24,34 @@ from migrations_app.domain.phases import (
     FENCED,
     NO_RETURN,
     PROMPT,
+    REVERSED,
     TABLE,
     UNPAUSABLE,
-    WAY_OUT,
     Mode,
     Phase,
+    onward,
+    way_out,
 )
 from migrations_app.models import TenantMigration
-from migrations_app.ports.base import START, Guard, GuardTaken, Key, SessionStore, StoreBusy
-from migrations_app.preflight import Check, preflight
+from migrations_app.ports.base import (
+    START,
+    Guard,
+    GuardTaken,
+    Key,
+    SessionStore,
+    StoreBusy,
+    StoreRefused,
+)
+from migrations_app.preflight import Check, instance_check, preflight
 from tenants import queries as tenants_queries
 from tenants import services as tenants
-from tenants.domain.words import duration, limit
+from tenants.domain.words import counted, duration, limit
 
 # A red preparation is looked at again this often, and a wait for a person.
 LOOK_AGAIN_SECONDS = 5.0
 SOAK_LOOK_SECONDS = 60.0
+# How often SOAK counts what a rollback would carry back, and looks for late writes.
+LOOK_SECONDS = 60.0
 # How many sessions that OFFBOARD left are named in the log.
 LEFT_NAMED = 20
 # Each pass asks runtimes' reports to be kept this far ahead; they only feed the forecast.
@@ -327,6 +339,8 @@ def _copy_changed(
     one_chunk = pace is not None or (compare and move.ease < 1)
 
     def work(keys: Sequence[Key]) -> None:
+        if move.phase in REVERSED:
+            keys = copying.spare_late_writes(move, source, target, keys, clock)
         meter.changed += len(keys)
         meter.count["chunk"] = meter.count.get("chunk", 0) + 1
         copying.copy(move, source, target, keys, meter=meter, clock=clock, compare=compare)
@@ -445,7 +459,8 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
         unproven = _await_proof(move, clock)
         if unproven is not None:
             return unproven
-    with copying.opened(move, move.source_store) as source:
+    home = copying.way(move).from_store
+    with copying.opened(move, home) as source:
         try:
             source.take(mover=False, agents=False)
         except StoreBusy as busy:
@@ -453,8 +468,8 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
         closed_at = clock()
         mark = source.mark()
     return Go(
-        Phase.DELTA,
-        "Drained, the source's store is closed",
+        _onward(move),
+        f"Drained, {home} is closed",
         {
             "store_closed_at": closed_at,
             "mark": mark,
@@ -473,7 +488,8 @@ def _close_fence(move: TenantMigration, clock: Clock) -> Outcome:
             # To its very end: the flip, or the way out, is heard of at the fast cadence too.
             row.deadline_at = now + timedelta(seconds=move.budget_seconds)
             _hurry(move, row.deadline_at)
-            row.fence_version = tenants.publish(move.tenant, move.source_cell, accepts="none")
+            home = copying.way(move).from_cell
+            row.fence_version = tenants.publish(move.tenant, home, accepts="none")
             row.fence_closed_at = now
             row.changed_at_drain = queries.changed_since_pass(move)
             row.save(
@@ -495,15 +511,15 @@ def _await_proof(move: TenantMigration, clock: Clock) -> Outcome | None:
     while True:
         now = clock()
         proof = tenants_queries.fence_proof(
-            move.source_cell, move.tenant, move.fence_version, now=now
+            copying.way(move).from_cell, move.tenant, move.fence_version, now=now
         )
         if proof.drained and _accept(move, proof.lapsed, now):
             return None
         waited = (now - move.fence_closed_at).total_seconds()
         if waited > move.drain_bound_seconds:
             missing = [w.name for w in proof.instances if w.state in ("missing", "draining")]
-            return Go(
-                Phase.REOPEN,
+            return _out(
+                move,
                 f"Not drained after {limit(move.drain_bound_seconds)}: {proof.in_flight} turns in"
                 f" flight, waiting for {', '.join(missing) or 'nobody'}",
             )
@@ -531,10 +547,19 @@ def _past(move: TenantMigration, clock: Clock) -> Go | None:
     """Return the way out if the fence's deadline is over."""
     if move.deadline_at is None or clock() < move.deadline_at:
         return None
-    return Go(
-        WAY_OUT[Mode(move.mode)][Phase(move.phase)],
-        f"The fence's budget is over in {move.phase.upper()}: reopening on the source",
-    )
+    home = copying.way(move).from_store
+    return _out(move, f"The fence's budget is over in {move.phase.upper()}: reopening on {home}")
+
+
+def _out(move: TenantMigration, note: str) -> Go:
+    """Take the phase's way out: forward that is REOPEN, on the way back SOAK."""
+    to = way_out(Mode(move.mode), Phase(move.phase))
+    assert to is not None
+    return Go(to, note)
+
+
+def _onward(move: TenantMigration) -> Phase:
+    return onward(Mode(move.mode), Phase(move.phase))
 
 
 def delta(move: TenantMigration, clock: Clock) -> Outcome:
@@ -558,7 +583,7 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
     if not finished:
         return Wait(changes=changes)
     changes |= _sweeping(move, "sessions")
-    return Go(Phase.VERIFY, f"{move.changed:,} sessions copied again", changes)
+    return Go(_onward(move), f"{move.changed:,} sessions copied again", changes)
 
 
 def verify(move: TenantMigration, clock: Clock) -> Outcome:
@@ -623,30 +648,32 @@ def _verdict(
         return Wait(note="Repaired what was asked for", changes=meter.changes(move))
     if count := queries.open_mismatches(move):
         return _waiting(move, f"{count:,} mismatches to be repaired", seconds=0.5)
+    if move.flip_by_hand and move.flip_requested_at is None and move.phase == Phase.VERIFY:
+        return _waiting(move, "somebody's word to flip", seconds=0.2)
+    sides = copying.way(move)
     ours, theirs = ports.at_once(source.counts, target.counts)
     if ours != theirs:
         _report_extra(move, source, target, clock)
         if not queries.open_mismatches(move):
             raise CountsDiffer(
-                f"{move.source_store} counts {ours.sessions:,} sessions of {ours.users:,} users,"
-                f" {move.target_store} {theirs.sessions:,} of {theirs.users:,}, although every"
+                f"{sides.from_store} counts {ours.sessions:,} sessions of {ours.users:,} users,"
+                f" {sides.to_store} {theirs.sessions:,} of {theirs.users:,}, although every"
                 " session is equal."
             )
-        return Wait(note="The target holds sessions that the source does not")
+        return Wait(note=f"{sides.to_store} holds sessions that {sides.from_store} does not")
     guard = source.guard()
     if guard is None or guard.move != move.pk or guard.agents:
-        return Go(
-            Phase.REOPEN,
-            f"{move.source_store} is not closed by this move any more: nothing was cut over",
+        return _out(
+            move, f"{sides.from_store} is not closed by this move any more: nothing was cut over"
         )
     # Last: a writer that got past everything else shows here.
     if source.mark() != move.mark:
-        return Go(
-            Phase.REOPEN,
-            "The source changed after it was closed (a fence leak): nothing was cut over",
+        return _out(
+            move,
+            f"{sides.from_store} changed after it was closed (a fence leak): nothing was cut over",
         )
     return Go(
-        Phase.TARGET,
+        _onward(move),
         f"{ours.sessions:,} sessions of {ours.users:,} users are equal on both sides",
         {"waiting_for": "", "sessions": ours.sessions, "users": ours.users, **_stage("")},
     )
@@ -671,32 +698,65 @@ def _report_extra(
 
 def target(move: TenantMigration, clock: Clock) -> Outcome:
     """Open the target's store, then flip the placement: from here on it is the tenant's home."""
-    now = clock()
-    with copying.opened(move, move.target_store) as store:
+    opened_at, words = _flip(move, "placement_version", move.started_by, move.reason, clock)
+    soak_until = opened_at + timedelta(seconds=move.soak_seconds)
+    return Go(Phase.SOAK, words, {"soak_until": soak_until})
+
+
+def reverse_target(move: TenantMigration, clock: Clock) -> Outcome:
+    """Open the source's store, then flip the placement back. The target stays closed and whole."""
+    opened_at, words = _flip(
+        move,
+        "back_placement_version",
+        move.rollback_requested_by,
+        f"rolled back: {move.rollback_reason}",
+        clock,
+    )
+    return Go(Phase.ROLLED_BACK, words, {"ended_at": opened_at, "waiting_for": ""})
+
+
+def _flip(
+    move: TenantMigration, column: str, by: str, reason: str, clock: Clock
+) -> tuple[datetime, str]:
+    """Make the far side of the `way` the tenant's home, once; return when, and what to log."""
+    sides, now = copying.way(move), clock()
+    with copying.opened(move, sides.to_store) as store:
         store.take(mover=False, agents=True)
     with holding(move) as row:
-        if row.placement_version is None:
-            row.placement_version = tenants.place(
+        # A repeated step finds what its first run published.
+        if getattr(row, column) is None:
+            version = tenants.place(
                 move.tenant,
-                cell=move.target_cell,
-                store=move.target_store,
-                by=move.started_by,
-                reason=f"{move}: {move.reason}",
+                cell=sides.to_cell,
+                store=sides.to_store,
+                by=by,
+                reason=f"{move}: {reason}",
                 now=now,
             )
+            setattr(row, column, version)
             row.fence_opened_at = now
-            row.soak_until = now + timedelta(seconds=move.soak_seconds)
-            row.save(update_fields=["placement_version", "fence_opened_at", "soak_until"])
+            row.save(update_fields=[column, "fence_opened_at"])
+    assert row.fence_opened_at is not None
+    assert row.fence_closed_at is not None
     closed = row.fence_opened_at - row.fence_closed_at
-    return Go(
-        Phase.SOAK,
-        f"Placement version {row.placement_version}: {move.tenant} lives on {move.target_store}."
-        f" The fence was closed for {duration(closed.total_seconds())}",
+    return row.fence_opened_at, (
+        f"Placement version {getattr(row, column)}: {move.tenant} lives on {sides.to_store}."
+        f" The fence was closed for {duration(closed.total_seconds())}"
     )
 
 
 def soak(move: TenantMigration, clock: Clock) -> Outcome:
-    """Keep the source closed and whole for a fixed time, then wait to be allowed to delete it."""
+    """Keep the source closed and whole for a fixed time, then wait to be allowed to delete it.
+
+    Meanwhile it looks, again and again, at what a rollback would have to carry back, and
+    whether somebody got past the closed source.
+    """
+    if queries.owes_opening(move):
+        return _stay(move, clock)
+    if move.rollback_requested_at is not None:
+        return _roll_back(move, clock)
+    if (looked := _look(move, clock)) is not None:
+        return looked
     assert move.soak_until is not None
     left = (move.soak_until - clock()).total_seconds()
     if left > 0:
@@ -705,9 +765,188 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
         return Go(
             Phase.OFFBOARD,
             "The soak is over",
-            {"waiting_for": "", "done": 0, "todo": move.sessions, "deleted": 0, **_stage("")},
+            {
+                "waiting_for": "",
+                "done": 0,
+                "todo": move.stamps.count(),
+                "deleted": 0,
+                **_stage(""),
+            },
         )
     return _waiting(move, "the typed confirmation to delete the source's copy", seconds=2.0)
+
+
+def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
+    """Count what the tenant has touched since the cutover, and find late writes; None: not due."""
+    now = clock()
+    if move.stage == "":
+        if move.touched_at is not None and (now - move.touched_at).total_seconds() < LOOK_SECONDS:
+            return None
+        with holding(move):
+            tenants.track(move.tenant, until=now + TRACKED)
+        return Wait(changes={"changed": 0, "done": 0, **_stage("touched")})
+    try:
+        with copying.both(move) as (source, target):
+            if move.stage == "touched":
+                return _count_touched(move, source, target, clock)
+            return _find_late_writes(move, source, target, clock)
+    except (StoreRefused, copying.TablesLost) as refused:
+        # The soak goes on: the tenant lives on the target. A rollback, or OFFBOARD, will say.
+        note = f"Can't be looked at: {refused}"
+        changes = {"waiting_for": str(refused), "touched_at": now, **_stage("")}
+        return Wait(note="" if move.waiting_for == str(refused) else note, changes=changes)
+
+
+def _count_touched(
+    move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
+) -> Wait:
+    """Walk our own list: what is not as it was recorded was written or deleted since."""
+    swept, alive, touched = copying.count_touched(move, target, timer=Timer())
+    done, touched = move.done + alive, move.changed + touched
+    if not swept.finished:
+        return Wait(changes={"done": done, "changed": touched, **_stage("touched", swept.cursor)})
+    counts = target.counts()
+    changes = {
+        # Those that are not on our list were born on the target.
+        "touched": touched + max(counts.sessions - done, 0),
+        "touched_at": clock(),
+        "sessions": counts.sessions,
+        "users": counts.users,
+        "waiting_for": "",
+        "changed": 0,
+    }
+    if source.mark() != move.mark:
+        return Wait(changes={**changes, "done": 0, **_stage("late")})
+    return Wait(changes={**changes, **_stage("")})
+
+
+def _find_late_writes(
+    move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
+) -> Wait:
+    before = queries.late_writes(move).count()
+    swept, found = copying.find_late_writes(move, source, target, timer=Timer(), clock=clock)
+    found += move.changed
+    if not swept.finished:
+        return Wait(changes={"changed": found, **_stage("late", swept.cursor)})
+    changes: dict[str, Any] = {"changed": 0, **_stage("")}
+    late = queries.late_writes(move).count()
+    if not found and not late:
+        copying.report_late_shared(move, source, clock)
+        late = 1
+    if not late:
+        # Every row that was written anew is equal: a restored or rewritten database.
+        changes["mark"] = source.mark()
+        return Wait(note="The source was rewritten, and is equal", changes=changes)
+    what = counted(late, "late write")
+    alarm = f"{what} at the closed {move.source_store}: download both versions"
+    return Wait(note=alarm if late != before else "", changes=changes)
+
+
+def _roll_back(move: TenantMigration, clock: Clock) -> Outcome:
+    """Begin the way back once everything that it needs is there; until then say what is missing."""
+    now = clock()
+    with holding(move):
+        # Instances must be at the fast cadence before the fence may close.
+        _hurry(move, now)
+    served = instance_check(move.target_cell, move.source_cell, move.source_store, now=now)
+    if not served.ok:
+        return _waiting(move, served.detail)
+    if count := queries.open_mismatches(move):
+        return _waiting(move, f"{count:,} late writes to be settled")
+    quote = queries.fence_quote(move, now=now)
+    if quote.worst > move.budget_seconds:
+        longest, most = duration(quote.worst), limit(move.budget_seconds)
+        return _waiting(move, f"a shorter fence: up to {longest}, budget {most}")
+    with copying.both(move) as (source, target):
+        for port, store in ((source, move.source_store), (target, move.target_store)):
+            if not _guards(move, port, str(store)):
+                raise GuardTaken(f"{store} is guarded by another move than {move}.")
+        if not target.can_close():
+            # A trigger was dropped: the store would take late writers behind a closed fence.
+            target.provision()
+    slow = tenants_queries.fence_waits_for(move.target_cell, now=now)
+    if slow:
+        names = ", ".join(word.name for word in slow)
+        return _waiting(move, f"instances to poll at the fast cadence: {names}", seconds=0.2)
+    return Go(
+        Phase.REVERSE_DRAIN,
+        f"Rolling back: expected {duration(quote.expected)}, at most {duration(quote.worst)}",
+        {
+            "past_fences": [*move.past_fences, _fence(move, back=False)],
+            "quote": quote.as_json(),
+            "rollback_requested_at": None,
+            "waiting_for": "",
+            **dict.fromkeys(
+                (
+                    "fence_version",
+                    "fence_closed_at",
+                    "fence_opened_at",
+                    "deadline_at",
+                    "drained_at",
+                    "store_closed_at",
+                    "changed_at_drain",
+                )
+            ),
+            "deadline_held_by": "",
+            **_stage(""),
+        },
+    )
+
+
+def _fence(move: TenantMigration, *, back: bool) -> dict[str, Any]:
+    """Return the facts of the move's last fence, for the list of past ones."""
+    times = {
+        name: at.isoformat() if (at := getattr(move, name)) else None
+        for name in ("fence_closed_at", "fence_opened_at")
+    }
+    return {"back": back, "quote": move.quote, **times}
+
+
+def _stay(move: TenantMigration, clock: Clock) -> Outcome:
+    """Come back to SOAK from a rollback that was stopped: open the target, then the policy.
+
+    The way back has written at the source, so its stamps and its mark are recorded anew.
+    """
+    if move.stage != "return":
+        with copying.opened(move, move.source_store) as source:
+            source.take(mover=False, agents=False)
+        # First the store: a runtime that is told to accept must find it open.
+        with copying.opened(move, move.target_store) as target:
+            target.take(mover=False, agents=True)
+        now = clock()
+        with holding(move) as row:
+            if row.fence_opened_at is None:
+                if row.fence_version is not None:
+                    tenants.publish(move.tenant, move.target_cell, accepts="all")
+                row.fence_opened_at, row.stage = now, "return"
+                row.cursor_user = row.cursor_session = ""
+                row.save(
+                    update_fields=["fence_opened_at", "stage", "cursor_user", "cursor_session"]
+                )
+        return Wait(
+            note=f"{move.tenant} is open on {move.target_store}",
+            changes={**_stage("return"), "waiting_for": ""},
+        )
+    with copying.both(move) as (source, target):
+        swept = copying.record_anew(move, source, target, timer=Timer())
+        if not swept.finished:
+            return Wait(changes=_stage("return", swept.cursor))
+        mark = source.mark()
+    return Wait(
+        note=f"The rollback is stopped: the tenant stays on {move.target_store}, its soak begins"
+        " anew",
+        changes={
+            "mark": mark,
+            "soak_until": clock() + timedelta(seconds=move.soak_seconds),
+            "touched": None,
+            "touched_at": None,
+            # Asked of the way back, and answered by it.
+            "abort_requested_at": None,
+            "abort_requested_by": "",
+            "abort_reason": "",
+            **_stage(""),
+        },
+    )
 
 
 def offboard(move: TenantMigration, clock: Clock) -> Outcome:
@@ -796,6 +1035,9 @@ def _while_paused(move: TenantMigration, clock: Clock) -> Outcome:
     """A pause stops the work, not the clock: a closed fence still has its deadline."""
     if move.phase in FENCED and (late := _past(move, clock)):
         return late
+    if queries.owes_opening(move):
+        # Nobody's pause keeps the tenant refused behind a fence that has no deadline any more.
+        return _stay(move, clock)
     return Wait(1.0)
 
 
@@ -809,6 +1051,10 @@ STEPS: dict[Phase, Callable[[TenantMigration, Clock], Outcome]] = {
     Phase.SOAK: soak,
     Phase.OFFBOARD: offboard,
     Phase.REOPEN: reopen,
+    Phase.REVERSE_DRAIN: drain,
+    Phase.REVERSE_DELTA: delta,
+    Phase.REVERSE_VERIFY: verify,
+    Phase.REVERSE_TARGET: reverse_target,
 }
 
 
@@ -818,10 +1064,11 @@ def machine(enqueue: Callable[[int, Any, float], None]) -> Machine:
         model=TenantMigration,
         table=TABLE,
         steps=STEPS,
-        way_out=lambda move: WAY_OUT[Mode(move.mode)].get(Phase(move.phase)),
+        way_out=lambda move: way_out(Mode(move.mode), Phase(move.phase)),
         no_return=NO_RETURN,
         unpausable=UNPAUSABLE,
         urgent=PROMPT,
         enqueue=enqueue,
+        requests=("abort_requested_at", "pause_requested_at", "rollback_requested_at"),
         while_paused=_while_paused,
     )

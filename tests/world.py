@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import transaction
 
 from durable import driver
 from migrations_app import ports, services, steps
@@ -95,7 +98,7 @@ class World:
 
     @property
     def move(self) -> TenantMigration:
-        return TenantMigration.objects.get(tenant=self.cast.acme)
+        return TenantMigration.objects.filter(tenant=self.cast.acme).latest("pk")
 
     @property
     def machine(self) -> driver.Machine:
@@ -151,9 +154,42 @@ class World:
                 raise
             return False
 
+    @contextmanager
+    def late(self) -> Iterator[Any]:
+        """Write at the closed source as somebody who got past its triggers."""
+        with self.source.connection() as connection:
+            if self.source.url.startswith("sqlite"):
+                self.source.run_in(connection, "UPDATE switchyard_guard SET writing = 1")
+            else:
+                self.source.run_in(connection, "SET LOCAL switchyard.mover = 'late'")
+            yield connection
+            if self.source.url.startswith("sqlite"):
+                self.source.run_in(connection, "UPDATE switchyard_guard SET writing = 0")
+
 
 class _TakenBack(Exception):
     pass
+
+
+@contextmanager
+def undone(world: World) -> Iterator[None]:
+    """Whatever happens inside is taken back: rows, both files and the clock."""
+    files = [Path(side.url.removeprefix("sqlite:///")) for side in (world.source, world.target)]
+    kept = [(path, path.with_suffix(".kept")) for path in files if path.exists()]
+    for path, copy in kept:
+        shutil.copy(path, copy)
+    now = world.clock.now
+    with transaction.atomic():
+        yield
+        transaction.set_rollback(True)
+    world.clock.now = now
+    for path in files:
+        path.unlink(missing_ok=True)
+        path.with_name(path.name + "-journal").unlink(missing_ok=True)
+    for path, copy in kept:
+        shutil.copy(copy, path)
+    world.killer.calls, world.killer.at = 0, None
+    world.killer.names.clear()
 
 
 @contextmanager

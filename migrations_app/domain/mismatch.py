@@ -21,6 +21,8 @@ class Looks(StrEnum):
         "changed_value"  # Same shape, another value: the store can't hold it, or an edit.
     )
     CANNOT_HOLD = "cannot_hold"  # The target refuses a value, or changes it in a way that is known.
+    MOVED_ON = "moved_on"  # The source went on after the copy; nothing is wrong.
+    NOT_CARRIED = "not_carried"  # On the way back: the target has what did not reach the source.
     LATE_WRITE = "late_write"  # Written at the source although it was closed, after the cutover.
 
 
@@ -32,6 +34,8 @@ WORDS: dict[Looks, str] = {
     Looks.WRITTEN_ON_TARGET: "Something other than this move wrote on the target.",
     Looks.LOST: "Missing on the target.",
     Looks.CANNOT_HOLD: "The target can't hold this value as it is.",
+    Looks.MOVED_ON: "Changed after its copy; the next pass takes it along.",
+    Looks.NOT_CARRIED: "Written on the target and not carried back yet.",
     Looks.LATE_WRITE: "Written at the closed source after the cutover: download both versions.",
     Looks.CHANGED_VALUE: "A value differs: edited in place, or not held by the target.",
 }

@@ -62,6 +62,26 @@ WAY_OUT: dict[Mode, dict[Phase, Phase]] = {
     },
 }
 
+
+def way_out(mode: Mode, phase: Phase) -> Phase | None:
+    """Return where an abort leads from a phase; None: it can't be aborted there.
+
+    >>> way_out(Mode.FENCE, Phase.VERIFY), way_out(Mode.FENCE, Phase.TARGET)
+    (<Phase.REOPEN: 'reopen'>, None)
+    """
+    return WAY_OUT[mode].get(phase)
+
+
+def onward(mode: Mode, phase: Phase) -> Phase:
+    """Return where a phase leads when all goes well.
+
+    >>> onward(Mode.FENCE, Phase.VERIFY), onward(Mode.FENCE, Phase.REVERSE_VERIFY)
+    (<Phase.TARGET: 'target'>, <Phase.REVERSE_TARGET: 'reverse_target'>)
+    """
+    [forward] = TABLE[phase] - {way_out(mode, phase)}
+    return forward
+
+
 NO_RETURN = frozenset({Phase.TARGET, Phase.OFFBOARD, Phase.REVERSE_TARGET})
 ENDED = frozenset(phase for phase, edges in TABLE.items() if not edges)
 # The way back: data goes from the move's target to its source.

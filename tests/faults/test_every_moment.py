@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import transaction
 
 from durable import driver
 from migrations_app import services
 from migrations_app.domain.phases import FENCED, WAY_OUT, Mode, Phase
 from migrations_app.models import TenantMigration
 from tests.stores import EMPTY
-from tests.world import APP, Killed, World
+from tests.world import APP, Killed, World, undone
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@contextmanager
-def undone(world: World) -> Iterator[None]:
-    """Whatever happens inside is taken back: rows, both files and the clock."""
-    files = [Path(side.url.removeprefix("sqlite:///")) for side in (world.source, world.target)]
-    kept = [(path, path.with_suffix(".kept")) for path in files if path.exists()]
-    for path, copy in kept:
-        shutil.copy(path, copy)
-    now = world.clock.now
-    with transaction.atomic():
-        yield
-        transaction.set_rollback(True)
-    world.clock.now = now
-    for path in files:
-        path.unlink(missing_ok=True)
-        path.with_name(path.name + "-journal").unlink(missing_ok=True)
-    for path, copy in kept:
-        shutil.copy(copy, path)
-    world.killer.calls, world.killer.at = 0, None
-    world.killer.names.clear()
 
 
 def assert_moved(world: World, content: dict[str, list[str]], why: object) -> None:

@@ -11,7 +11,9 @@ from migrations_app.domain.phases import (
     FENCED,
     NO_RETURN,
     PROMPT,
+    REVERSED,
     STEPPER,
+    STEPPER_BACK,
     TABLE,
     UNPAUSABLE,
     WAY_OUT,
@@ -52,9 +54,11 @@ def test_each_way_out_is_a_legal_edge(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_nothing_can_be_aborted_behind_a_point_of_no_return(mode: Mode) -> None:
-    behind = set().union(*(_reachable(phase) for phase in NO_RETURN))
-    assert not behind & set(WAY_OUT[mode])
+@pytest.mark.parametrize("point", sorted(NO_RETURN))
+def test_no_abort_leads_back_over_a_point_of_no_return(mode: Mode, point: Phase) -> None:
+    """Behind TARGET only the way back can be stopped, and that ends behind TARGET again."""
+    behind = _reachable(point)
+    assert {to for was, to in WAY_OUT[mode].items() if was in behind} <= behind - {point}
 
 
 @pytest.mark.parametrize("phase", sorted(NO_RETURN))
@@ -72,8 +76,14 @@ def test_fenced_phases_run_on_the_prompt_queue() -> None:
 
 
 def test_points_of_no_return_and_ways_out_cannot_be_paused() -> None:
-    ways = {to for outs in WAY_OUT.values() for to in outs.values()}
+    """SOAK can: what a stopped rollback owes there is done all the same (tests/faults)."""
+    ways = {to for outs in WAY_OUT.values() for to in outs.values()} - {Phase.SOAK}
     assert NO_RETURN | ways <= UNPAUSABLE
+
+
+def test_the_way_back_runs_through_the_reversed_phases_to_its_own_end() -> None:
+    assert all(to in TABLE[was] for was, to in itertools.pairwise(STEPPER_BACK))
+    assert {Phase.SOAK, *REVERSED, Phase.ROLLED_BACK} == set(STEPPER_BACK)
 
 
 def test_each_phase_has_a_step_or_is_an_end() -> None:
