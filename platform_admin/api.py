@@ -135,7 +135,7 @@ def _actor(request: HttpRequest, name: str) -> Actor:
     role = queries.role_of(cast(User, request.user))
     if role is None:
         raise Forbidden(f"{name} has no role here. Ask an admin to be made a viewer or more.")
-    request.auth = actor = Actor(name, role)  # type: ignore[attr-defined]
+    request.auth = actor = Actor(name, role, request.user.get_username())  # type: ignore[attr-defined]
     # Here and not in each function, so that none can forget it.
     require(request, Role.VIEWER if request.method in {"GET", "HEAD"} else Role.OPERATOR)
     return actor

@@ -464,6 +464,10 @@ class InstanceOut(Schema):
     # Null: alive as far as is known.
     gone_at: datetime | None
     gone_why: str
+    # When somebody asked to declare it dead; a second person confirms within 30 minutes.
+    dead_asked_at: datetime | None
+    dead_asked_by: str
+    dead_asked_why: str
 
 
 class WhyIn(Schema):
@@ -630,15 +634,44 @@ def instances(
     return page(rows, "key", after, _instance)
 
 
-@ops_router.post(
-    "/instances/{slug:key}/dead", response={200: InstanceOut, 403: Error, 404: Error, 409: Error}
-)
-def declare_dead(request: HttpRequest, key: str, body: WhyIn) -> dict[str, Any]:
-    """Declare an instance dead, so that no fence waits for it (operator, with a reason)."""
-    row = services.declare_dead(
+DEAD = {200: InstanceOut, 403: Error, 404: Error, 409: Error, 422: Error}
+
+
+@ops_router.post("/instances/{slug:key}/dead", response=DEAD)
+def ask_dead(request: HttpRequest, key: str, body: WhyIn) -> dict[str, Any]:
+    """Ask that an instance be declared dead (operator, with a reason). Another person confirms."""
+    actor = require(request, Role.OPERATOR)
+    row = services.ask_dead(
         find(RuntimeInstance, "instance", key=key),
-        by=require(request, Role.OPERATOR).name,
+        person=actor.person,
+        by=actor.name,
         reason=body.reason,
+        now=database_now(),
+    )
+    return _instance(row)
+
+
+@ops_router.post("/instances/{slug:key}/dead/confirm", response=DEAD)
+def confirm_dead(request: HttpRequest, key: str) -> dict[str, Any]:
+    """Confirm as a second person that an instance is dead: no fence waits for it (operator)."""
+    actor = require(request, Role.OPERATOR)
+    row = services.confirm_dead(
+        find(RuntimeInstance, "instance", key=key),
+        person=actor.person,
+        by=actor.name,
+        now=database_now(),
+    )
+    return _instance(row)
+
+
+@ops_router.post("/instances/{slug:key}/dead/withdraw", response=DEAD)
+def withdraw_dead(request: HttpRequest, key: str) -> dict[str, Any]:
+    """Take one's own ask to declare an instance dead back (operator)."""
+    actor = require(request, Role.OPERATOR)
+    row = services.withdraw_dead(
+        find(RuntimeInstance, "instance", key=key),
+        person=actor.person,
+        by=actor.name,
         now=database_now(),
     )
     return _instance(row)
@@ -783,6 +816,9 @@ def _instance(row: RuntimeInstance) -> dict[str, Any]:
         "in_flight": row.in_flight,
         "gone_at": row.gone_at,
         "gone_why": row.gone_why,
+        "dead_asked_at": row.dead_asked_at,
+        "dead_asked_by": row.dead_asked_by,
+        "dead_asked_why": row.dead_asked_why,
     }
 
 

@@ -123,6 +123,33 @@ class Counter(models.Model):
         return f"{self.epoch}.{self.placement_version}"
 
 
+class Halt(models.Model):
+    """Whether every machine is stopped, because this database may be older than the stores.
+
+    One row, written over; the audit keeps the earlier ones.
+    """
+
+    id = models.PositiveSmallIntegerField(primary_key=True, default=1)
+    since = models.DateTimeField()
+    # A person, or the instance whose word raised the alarm.
+    by = models.CharField(max_length=150)
+    why = models.TextField()
+    # When `restored` last compared every tenant with the stores. NULL: not since the halt began.
+    compared_at = models.DateTimeField(null=True, blank=True)
+    # By then every lease that the lost database gave is over, and the turns begun under it.
+    # NULL: the epoch has not been replaced since the halt began.
+    leases_until = models.DateTimeField(null=True, blank=True)
+    # NULL: machines are stopped.
+    ended_at = models.DateTimeField(null=True, blank=True)
+    ended_by = models.CharField(max_length=150, blank=True, default="")
+
+    class Meta:
+        constraints = [models.CheckConstraint(condition=Q(id=1), name="one_halt_row")]
+
+    def __str__(self) -> str:
+        return f"stopped since {self.since:%Y-%m-%d %H:%M:%S} UTC"
+
+
 class Placement(models.Model):
     """Where a tenant lives now. Only a move's TARGET, or onboarding, changes it."""
 
@@ -276,6 +303,12 @@ class RuntimeInstance(models.Model):
     gone_why = models.CharField(
         max_length=20, blank=True, default="", choices=[(w.value, w.value) for w in GoneWhy]
     )
+    # When somebody asked to declare it dead; a second person confirms, within half an hour.
+    # NULL: nobody has, or it was taken back.
+    dead_asked_at = models.DateTimeField(null=True, blank=True)
+    # The person's own name, without the token that they came with: two tokens are one person.
+    dead_asked_by = models.CharField(max_length=150, blank=True, default="")
+    dead_asked_why = models.TextField(blank=True, default="")
 
     class Meta:
         # The fence, the pages and the sweep: a cell's instances that are not gone.

@@ -24,6 +24,7 @@ from tenants.domain.versions import Version, number_of
 from tenants.models import (
     Cell,
     Counter,
+    Halt,
     Placement,
     PolicyEntry,
     RuntimeInstance,
@@ -70,6 +71,17 @@ class Feed:
 def epoch() -> str:
     """Return this database's epoch."""
     return Counter.objects.values_list("epoch", flat=True).get()
+
+
+def halt() -> Halt | None:
+    """Return why every machine is stopped; None while they run."""
+    return Halt.objects.filter(ended_at=None).first()
+
+
+def halted() -> str:
+    """Return why every machine is stopped, in a person's words; empty while they run."""
+    found = halt()
+    return "" if found is None else found.why
 
 
 def fence_waits_for(cell: Cell, *, now: datetime) -> list[InstanceWord]:

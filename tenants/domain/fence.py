@@ -22,6 +22,9 @@ JITTER = 1.1
 # The instance counts its lease from the moment it sent the report, we from when it came: with
 # a margin for clocks that run at different speeds it always stops first.
 LEASE_MARGIN = timedelta(seconds=5)
+# So long an ask to declare an instance dead waits for a second person: what the first saw has
+# to be what the second looks at.
+DEAD_ASK_LASTS = timedelta(minutes=30)
 
 
 class Accepts(StrEnum):
@@ -128,6 +131,13 @@ def silence(poll_after_ms: int) -> timedelta:
     16.5
     """
     return timedelta(milliseconds=SILENT_POLLS * poll_after_ms * JITTER)
+
+
+def ask_ends(asked_at: datetime | None, now: datetime) -> datetime | None:
+    """Return until when an ask to declare an instance dead waits; None if none does."""
+    if asked_at is None or now >= asked_at + DEAD_ASK_LASTS:
+        return None
+    return asked_at + DEAD_ASK_LASTS
 
 
 def counts(facts: Facts) -> bool:

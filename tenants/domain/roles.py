@@ -30,6 +30,9 @@ class Actor:
     # What the audit calls them; services take it as `by`.
     name: str
     role: Role
+    # Who they are, whatever token they came with: where two people are asked for, two tokens of
+    # one person are one.
+    person: str
 
 
 RANK = {Role.VIEWER: 1, Role.OPERATOR: 2, Role.ADMIN: 3}

@@ -15,7 +15,15 @@ from django.db.models import Q, Subquery
 
 from durable.errors import Refused
 from tenants import queries
-from tenants.domain.fence import FAST_MS, GoneWhy, cadence_ms, has_lapsed, silence
+from tenants.domain.fence import (
+    DEAD_ASK_LASTS,
+    FAST_MS,
+    GoneWhy,
+    ask_ends,
+    cadence_ms,
+    has_lapsed,
+    silence,
+)
 from tenants.domain.reports import Report, merged, verdict
 from tenants.domain.versions import Version, parse
 from tenants.models import (
@@ -56,6 +64,26 @@ class AlreadyGone(Refused):
 
 class StillAlive(Refused):
     """The instance spoke a moment ago, so it is not dead."""
+
+
+class AlreadyAsked(Refused):
+    """Somebody asked to declare the instance dead, and their ask still waits."""
+
+
+class NobodyAsked(Refused):
+    """No ask to declare the instance dead waits for a second person."""
+
+
+class SamePerson(Refused):
+    """Whoever asked can't be the second person too."""
+
+
+class SpokeSince(Refused):
+    """The instance spoke after it was said to be dead."""
+
+
+class NotYourAsk(Refused):
+    """Only the person who asked takes the ask back."""
 
 
 class AnotherProcess(Refused):
@@ -288,41 +316,92 @@ def mark_lapsed(instance_ids: Collection[int], *, now: datetime) -> bool:
 
 
 @transaction.atomic
+def ask_dead(
+    instance: RuntimeInstance, *, person: str, by: str, reason: str, now: datetime
+) -> RuntimeInstance:
+    """Ask that an instance be declared dead, which a second person confirms; return its row.
+
+    `person` is who asks, whatever token they came with; `by` is what the audit calls them.
+    Raises ReasonMissing, AlreadyGone, StillAlive, AlreadyAsked.
+    """
+    check_reason(reason)
+    row = _may_be_dead(instance, now)
+    if until := ask_ends(row.dead_asked_at, now):
+        raise AlreadyAsked(
+            f"{row.dead_asked_by} asked for it already. Another person confirms it, until "
+            f"{until:%H:%M:%S} UTC."
+        )
+    before = {"dead_asked_by": row.dead_asked_by, "dead_asked_at": row.dead_asked_at}
+    _note_asked(row, person, reason, now)
+    _audit_dead(row, "instance.ask_dead", by=by, reason=reason, before=before, now=now)
+    return row
+
+
+@transaction.atomic
+def confirm_dead(
+    instance: RuntimeInstance, *, person: str, by: str, now: datetime
+) -> RuntimeInstance:
+    """Confirm as a second person that an instance is dead: from now on it is gone; return its row.
+
+    Both vouch that the process has ended. Should it live after all, a store that closes itself
+    refuses what it writes, and one that can't does not. Raises NobodyAsked, SamePerson,
+    SpokeSince, AlreadyGone, StillAlive.
+    """
+    row = _may_be_dead(instance, now)
+    if row.dead_asked_at is None or ask_ends(row.dead_asked_at, now) is None:
+        raise NobodyAsked(
+            f"Nobody has asked to declare {row} dead, or it was more than "
+            f"{DEAD_ASK_LASTS.seconds // 60} minutes ago. Ask first; another person confirms."
+        )
+    if row.dead_asked_by == person:
+        raise SamePerson(
+            f"You asked for it yourself. A second person has to confirm that {row} is dead: no "
+            "fence waits for it afterwards."
+        )
+    if (spoke := _spoke_at(row)) > row.dead_asked_at:
+        # What the first person vouched for was not so.
+        raise SpokeSince(
+            f"{row} spoke at {spoke:%Y-%m-%d %H:%M:%S} UTC, after {row.dead_asked_by} had asked. "
+            "Look at its host again, then ask anew."
+        )
+    _declare(row, by=by, reason=row.dead_asked_why, asked_by=row.dead_asked_by, now=now)
+    return row
+
+
+@transaction.atomic
+def withdraw_dead(
+    instance: RuntimeInstance, *, person: str, by: str, now: datetime
+) -> RuntimeInstance:
+    """Take one's own ask back; return the instance's row. Raises NobodyAsked, NotYourAsk."""
+    row = _locked(instance)
+    until = ask_ends(row.dead_asked_at, now)
+    if row.gone_at is not None or until is None:
+        raise NobodyAsked(f"Nobody asks to declare {row} dead, so there is nothing to take back.")
+    if row.dead_asked_by != person:
+        raise NotYourAsk(
+            f"{row.dead_asked_by} asked for it and can take it back. Unconfirmed, it ends by itself"
+            f" at {until:%H:%M:%S} UTC."
+        )
+    before = {"dead_asked_by": row.dead_asked_by, "dead_asked_at": row.dead_asked_at}
+    reason = row.dead_asked_why
+    _note_asked(row, "", "", None)
+    _audit_dead(row, "instance.withdraw_dead", by=by, reason=reason, before=before, now=now)
+    return row
+
+
+@transaction.atomic
 def declare_dead(
     instance: RuntimeInstance, *, by: str, reason: str, now: datetime
 ) -> RuntimeInstance:
-    """Mark an instance gone on a person's word, so that no fence waits for it; return its row.
+    """Mark an instance gone on one person's word, so that no fence waits for it; return its row.
 
-    The person vouches that the process has ended; one that spoke within its last three polls
-    has not. Should it live after all, a store that closes itself refuses what it writes, and one
-    that can't does not. Raises ReasonMissing, AlreadyGone, StillAlive.
+    Only for a caller that closes the store behind it: what the process still writes is refused
+    there. Everybody else asks, and a second person confirms. Raises ReasonMissing, AlreadyGone,
+    StillAlive.
     """
     check_reason(reason)
-    row = RuntimeInstance.objects.select_for_update().select_related("cell").get(pk=instance.pk)
-    if row.gone_at is not None:
-        raise AlreadyGone(f"{row} has been gone since {row.gone_at:%Y-%m-%d %H:%M:%S} UTC already.")
-    # It reports as often as it polls.
-    spoke = max(at for at in (row.joined_at, row.polled_at, row.reported_at) if at is not None)
-    if now - spoke <= silence(row.poll_after_ms):
-        raise StillAlive(
-            f"{row} spoke at {spoke:%Y-%m-%d %H:%M:%S} UTC: it is alive, and declared dead it "
-            "would go on writing where no fence sees it. Stop it first."
-        )
-    _mark_gone(row, GoneWhy.DEAD, now)
-    before = {
-        "in_flight": row.in_flight,
-        "reported_at": row.reported_at,
-        "lease_until": row.lease_until,
-    }
-    audit(
-        who=by,
-        verb="instance.declare_dead",
-        subject=f"instance {row.name} of {row.cell.slug}",
-        reason=reason,
-        before=before,
-        after={"gone_why": row.gone_why},
-        now=now,
-    )
+    row = _may_be_dead(instance, now)
+    _declare(row, by=by, reason=reason, asked_by="", now=now)
     return row
 
 
@@ -414,6 +493,69 @@ def _check_cell(row: RuntimeInstance, cells: Collection[int] | None) -> None:
         raise NotYourCell(
             "This token is not for the cell that the instance serves. Use that cell's token."
         )
+
+
+def _locked(instance: RuntimeInstance) -> RuntimeInstance:
+    rows = RuntimeInstance.objects.select_for_update(of=("self",)).select_related("cell")
+    return rows.get(pk=instance.pk)
+
+
+def _may_be_dead(instance: RuntimeInstance, now: datetime) -> RuntimeInstance:
+    """Lock and return the instance's row. Raises AlreadyGone, StillAlive."""
+    row = _locked(instance)
+    if row.gone_at is not None:
+        raise AlreadyGone(f"{row} has been gone since {row.gone_at:%Y-%m-%d %H:%M:%S} UTC already.")
+    spoke = _spoke_at(row)
+    if now - spoke <= silence(row.poll_after_ms):
+        raise StillAlive(
+            f"{row} spoke at {spoke:%Y-%m-%d %H:%M:%S} UTC: it is alive, and declared dead it "
+            "would go on writing where no fence sees it. Stop it first."
+        )
+    return row
+
+
+def _spoke_at(row: RuntimeInstance) -> datetime:
+    # It reports as often as it polls.
+    return max(at for at in (row.joined_at, row.polled_at, row.reported_at) if at is not None)
+
+
+def _note_asked(row: RuntimeInstance, person: str, why: str, at: datetime | None) -> None:
+    row.dead_asked_at, row.dead_asked_by, row.dead_asked_why = at, person, why
+    row.save(update_fields=["dead_asked_at", "dead_asked_by", "dead_asked_why"])
+
+
+def _declare(row: RuntimeInstance, *, by: str, reason: str, asked_by: str, now: datetime) -> None:
+    _mark_gone(row, GoneWhy.DEAD, now)
+    before = {
+        "in_flight": row.in_flight,
+        "reported_at": row.reported_at,
+        "lease_until": row.lease_until,
+    }
+    after = {"gone_why": row.gone_why} | ({"asked_by": asked_by} if asked_by else {})
+    _audit_dead(
+        row, "instance.declare_dead", by=by, reason=reason, before=before, after=after, now=now
+    )
+
+
+def _audit_dead(
+    row: RuntimeInstance,
+    verb: str,
+    *,
+    by: str,
+    reason: str,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any] | None = None,
+    now: datetime,
+) -> None:
+    audit(
+        who=by,
+        verb=verb,
+        subject=f"instance {row.name} of {row.cell.slug}",
+        reason=reason,
+        before=before,
+        after=after or {"dead_asked_by": row.dead_asked_by, "dead_asked_at": row.dead_asked_at},
+        now=now,
+    )
 
 
 def _told(row: RuntimeInstance, told: int, now: datetime) -> dict[str, Any]:

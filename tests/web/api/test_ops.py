@@ -7,11 +7,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.db import OperationalError
 
 from durable.clock import database_now
 from tenants import queries, services
 from tenants.api import page
+from tenants.domain.roles import TokenRole
 from tenants.models import AuditEntry, Cell, Region, RuntimeInstance, Store, Tenant, Token
 from tests import make
 
@@ -120,7 +122,7 @@ def test_every_write_of_an_admin_is_carried_out_and_audited_with_the_request(
     assert Store.objects.filter(key="store-eu1-c").exists()
     assert Tenant.objects.get(slug="dune").placement.cell == cast.cell
     instance.refresh_from_db()
-    assert instance.gone_why == "dead"
+    assert instance.dead_asked_why == "host is gone"
 
 
 def test_somebody_without_a_role_does_nothing(cast: make.Cast, stranger: Any) -> None:
@@ -145,7 +147,7 @@ def test_a_signed_in_operator_reads_and_writes_with_the_csrf_token(
     signed_in.client.cookies["csrftoken"] = "a" * 32
     answer = signed_in.post(path, body, **{"X-CSRFToken": "a" * 32})
     assert answer.status_code == 200, answer.content
-    assert AuditEntry.objects.filter(who="olga", verb="instance.declare_dead").exists()
+    assert AuditEntry.objects.filter(who="olga", verb="instance.ask_dead").exists()
 
 
 def test_a_wrong_token_is_not_made_good_by_a_cookie(cast: make.Cast, signed_in: Any) -> None:
@@ -210,6 +212,36 @@ def test_a_pasted_address_is_refused_without_being_repeated(cast: make.Cast, adm
     answer = admin.post("/ops/stores", body)
     assert shape(answer) == (409, "not_a_reference")
     assert b"hunter2" not in answer.content
+
+
+def test_an_instance_is_declared_dead_by_two_people_whatever_tokens_they_have(
+    operator: Any, admin: Any, instance: RuntimeInstance
+) -> None:
+    path = f"/ops/instances/{instance.key}/dead"
+    asked = operator.post(path, {"reason": "host is gone"}).json()
+    assert (asked["dead_asked_by"], asked["gone_at"]) == ("otto", None)
+    _, secret = services.make_token(
+        "another",
+        role=TokenRole.OPERATOR,
+        user=User.objects.get(username="otto"),
+        expires_at=database_now() + timedelta(hours=1),
+        by="ada",
+        now=database_now(),
+    )
+    himself = operator.post(f"{path}/confirm", Authorization=f"Bearer {secret}")
+    assert shape(himself) == (409, "same_person")
+    assert shape(admin.post(f"{path}/withdraw")) == (409, "not_your_ask")
+    gone = admin.post(f"{path}/confirm").json()
+    assert gone["gone_why"] == "dead"
+    line = AuditEntry.objects.get(verb="instance.declare_dead")
+    assert (line.reason, line.after["asked_by"]) == ("host is gone", "otto")
+
+
+def test_an_ask_is_taken_back_by_whoever_asked(operator: Any, instance: RuntimeInstance) -> None:
+    path = f"/ops/instances/{instance.key}/dead"
+    operator.post(path, {"reason": "host is gone"})
+    assert operator.post(f"{path}/withdraw").json()["dead_asked_at"] is None
+    assert shape(operator.post(f"{path}/withdraw")) == (409, "nobody_asked")
 
 
 def test_declaring_dead_needs_a_reason(operator: Any, instance: RuntimeInstance) -> None:
@@ -302,6 +334,7 @@ def test_the_document_is_public_and_names_every_call(nobody: Any) -> None:
         ("POST", "/ops/moves"),
         ("POST", "/ops/moves/1/abort"),
         ("POST", "/ops/instances/1/dead"),
+        ("POST", "/ops/instances/1/dead/confirm"),
     }
     document = nobody.get("/openapi.json").json()
     assert all(
