@@ -1,33 +1,58 @@
-"""Session stores: what a move needs of them (`base`), and the databases behind kind `adk-sql`.
+"""Session stores: what a move needs of them (`base`), and the databases behind each kind.
 
-Neither google-adk nor SQLAlchemy is imported here: rows are read and written by
-`app_name`, as ADK's schema v1 lays them out.
+Kind `adk-sql` is google-adk's DatabaseSessionService on PostgreSQL or SQLite, `adk-sqlite` its
+SqliteSessionService. Neither google-adk nor SQLAlchemy is imported here: rows are read
+and written by `app_name`, as ADK lays them out. Between two stores of one layout they go
+over to the bit and are compared by strict digests inside the databases; every other pair goes
+through `mixed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
-from migrations_app.ports import postgres, sqlite
+from migrations_app.domain import canonical, values
+from migrations_app.domain.mismatch import (
+    Difference,
+    Looks,
+    session_difference,
+    shared_difference,
+)
+from migrations_app.domain.values import Layout
+from migrations_app.ports import mixed, postgres, schema, sqlite
 from migrations_app.ports.address import Postgres, resolve
+from migrations_app.ports.adk_sqlite import AdkSqliteStore
 from migrations_app.ports.base import (
+    Batch,
     ColumnsDiffer,
-    Copied,
     Digest,
     Key,
-    MixedPair,
     NotASessionStore,
     SessionStore,
+    SharedRow,
     Survey,
     UnknownKind,
 )
 
-__all__ = ["at_once", "check_pair", "copy", "digests_of_both", "open_store"]
+__all__ = [
+    "at_once",
+    "check_pair",
+    "copy",
+    "difference",
+    "digests_of_both",
+    "name_shared",
+    "open_store",
+    "same_shared",
+    "sessions_of_both",
+    "shared_digest",
+    "strict",
+    "write_shared",
+]
 
-KINDS = ("adk-sql",)
+KINDS = ("adk-sql", "adk-sqlite")
 T = TypeVar("T")
 
 
@@ -42,38 +67,40 @@ def open_store(
     """
     if kind not in KINDS:
         raise UnknownKind(f"No port opens stores of kind {kind!r}. Known: {', '.join(KINDS)}.")
-    address = resolve(address_from)
+    address = resolve(address_from, kind)
     store: postgres.PostgresStore | sqlite.SqliteStore
     if isinstance(address, Postgres):
         store = postgres.PostgresStore(
             address, reference=address_from, app_name=app_name, move=move, claim=claim
         )
     else:
-        store = sqlite.SqliteStore(
-            address, reference=address_from, app_name=app_name, move=move, claim=claim
-        )
+        opens = sqlite.SqliteStore if kind == "adk-sql" else AdkSqliteStore
+        store = opens(address, reference=address_from, app_name=app_name, move=move, claim=claim)
     try:
         yield store
     finally:
         store.close()
 
 
-def check_pair(source: Survey, target: Survey) -> None:
-    """Refuse two stores between which rows can't be copied as they are.
+def strict(source: SessionStore | Survey, target: SessionStore | Survey) -> bool:
+    """Whether two stores lay out their rows alike, so that nothing is converted between them."""
+    return source.layout == target.layout
 
-    Raises MixedPair, NotASessionStore (a source without tables), ColumnsDiffer.
+
+def check_pair(source: Survey, target: Survey) -> None:
+    """Refuse two stores between which rows can't be copied without loss.
+
+    Raises NotASessionStore (a source without tables), ColumnsDiffer.
     """
-    if source.dialect != target.dialect:
-        raise MixedPair(
-            f"Not yet: the source is {source.database}, the target {target.database}."
-            " Choose a target of the source's kind."
-        )
     if not source.schema_version:
         raise NotASessionStore(
             "The source has no ADK session tables. Check the tenant's store and its address."
         )
+    if not strict(source, target):
+        _check_convertible(source)
+        return
     # A target without tables is given ADK's own, which may lack what the source has.
-    have = set(target.columns) if target.schema_version else _own_columns(target)
+    have = set(target.columns) if target.schema_version else schema.listed_columns(target.dialect)
     lacking = sorted(set(source.columns) - have)
     if lacking:
         raise ColumnsDiffer(
@@ -83,31 +110,138 @@ def check_pair(source: Survey, target: Survey) -> None:
         )
 
 
-def copy(source: SessionStore, target: SessionStore, keys: Sequence[Key]) -> dict[Key, Copied]:
+def _check_convertible(source: Survey) -> None:
+    foreign = sorted(set(source.columns) - schema.listed_columns(source.dialect))
+    if foreign:
+        raise ColumnsDiffer(
+            f"The source has columns that google-adk does not know: {', '.join(foreign)}. Only a"
+            " store of the same kind and database takes them along: choose one, or drop them."
+        )
+
+
+def copy(source: SessionStore, target: SessionStore, keys: Sequence[Key]) -> Batch:
     """Copy these sessions from one snapshot of the source in one transaction of the target.
 
     What the target held of them is replaced; keys that the source no longer has are
     deleted there and absent from the result. Memory does not grow with the keys' events.
-    SQLite does it in bites of a few megabytes, each a snapshot and a transaction of its
-    own. Raises Overtaken, and changes nothing, if the target's guard row is not this
-    claim's; MixedPair, StoreBusy, CannotHold.
+    With an SQLite file on either side it is done in bites of a few megabytes, each a snapshot and
+    a transaction of its own. A session with a value that a target of another layout can't
+    hold is `refused`: on the target in no version. Raises Overtaken, and changes nothing, if
+    the target's guard row is not this claim's; StoreBusy, CannotHold.
     """
     # Each once: a key named twice would insert its session twice.
     keys = list(dict.fromkeys(keys))
     if not keys:
-        return {}
+        return Batch({})
     if isinstance(source, postgres.PostgresStore) and isinstance(target, postgres.PostgresStore):
-        return postgres.copy(source, target, keys)
-    if isinstance(source, sqlite.SqliteStore) and isinstance(target, sqlite.SqliteStore):
-        return sqlite.copy(source, target, keys)
-    raise MixedPair("Not yet: source and target are of different kinds.")
+        return Batch(postgres.copy(source, target, keys))
+    if strict(source, target):
+        # One layout, and not that of PostgreSQL: two files.
+        here, there = cast(sqlite.SqliteStore, source), cast(sqlite.SqliteStore, target)
+        return Batch(sqlite.copy(here, there, keys))
+    return mixed.copy(_rows(source), _rows(target), keys)
+
+
+def _rows(store: SessionStore) -> mixed.Rows:
+    # Every store of this package gives its rows; a caller may have wrapped it, so no isinstance.
+    return cast(mixed.Rows, store)
 
 
 def digests_of_both(
     source: SessionStore, target: SessionStore, keys: Collection[Key]
 ) -> tuple[dict[Key, Digest], dict[Key, Digest]]:
-    """Return the digests of these sessions on both sides, computed at the same time."""
-    return at_once(lambda: source.digests(keys), lambda: target.digests(keys))
+    """Return the digests of these sessions on both sides, computed at the same time.
+
+    Strict ones where both lay out their rows alike, else canonical.
+    """
+    if strict(source, target):
+        return at_once(lambda: source.digests(keys), lambda: target.digests(keys))
+    return at_once(
+        lambda: mixed.digests(_rows(source), keys, target.layout),
+        lambda: mixed.digests(_rows(target), keys, source.layout),
+    )
+
+
+def sessions_of_both(
+    source: SessionStore, target: SessionStore, key: Key
+) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+    """Return one session of both sides as plain data, spelled so that they can be compared."""
+    if strict(source, target):
+        return source.session(key), target.session(key)
+    return (
+        mixed.session(_rows(source), key, target.layout),
+        mixed.session(_rows(target), key, source.layout),
+    )
+
+
+def difference(source: SessionStore, target: SessionStore, key: Key) -> Difference | None:
+    """Say where a session first differs, or why the target has none; None: no difference."""
+    ours, theirs = sessions_of_both(source, target, key)
+    if (ours is None) != (theirs is None) and not strict(source, target):
+        # On the way back it is the source that may lack it.
+        has, lacks = (source, target) if theirs is None else (target, source)
+        if refused := mixed.refusal(_rows(has), key, lacks.layout):
+            return refused.difference
+    return session_difference(ours, theirs)
+
+
+# --- state that sessions share -----------------------------------------------------------------
+
+
+def shared_digest(source: SessionStore, target: SessionStore, row: SharedRow | None) -> str:
+    """Return a row's digest as this pair compares it; "" where there is no row."""
+    if row is None:
+        return ""
+    return row.digest if strict(source, target) else canonical.state_digest(row.state)
+
+
+def same_shared(
+    source: SessionStore, target: SessionStore, ours: SharedRow | None, theirs: SharedRow | None
+) -> bool:
+    """Whether shared state is equal on both sides, or on neither."""
+    return shared_digest(source, target, ours) == shared_digest(source, target, theirs)
+
+
+def write_shared(source: SessionStore, target: SessionStore, rows: Sequence[SharedRow]) -> None:
+    """Put states of the source in place by value; left out is what the target can't hold.
+
+    It then differs, and `name_shared` says why.
+    """
+    if not strict(source, target):
+        rows = [row for row in rows if _shared_refusal(target.layout, row) is None]
+    target.write_shared(rows)
+
+
+def name_shared(
+    source: SessionStore, target: SessionStore, ours: SharedRow | None, theirs: SharedRow | None
+) -> Difference | None:
+    """Say where shared state first differs; None: in its spelling at most."""
+    row = ours or theirs
+    if row is None:
+        return None
+    if not strict(source, target):
+        # On the way back it is the source that may not hold what the target has.
+        for side, layout in ((ours, target.layout), (theirs, source.layout)):
+            if side is not None and (found := _shared_refusal(layout, side)):
+                part = "app" if side.user_id is None else "user"
+                return Difference(part, found.words(layout), Looks.CANNOT_HOLD)
+    return shared_difference(row.user_id, *(_state(side) for side in (ours, theirs)))
+
+
+def _shared_refusal(target: Layout, row: SharedRow) -> values.Found | None:
+    table = "app_states" if row.user_id is None else "user_states"
+    return values.refusal(target, values.in_state(f"{table}.state", row.state))
+
+
+def _state(row: SharedRow | None) -> Mapping[str, Any] | None:
+    """Read a state; what is no JSON object is shown as one, for naming a difference."""
+    if row is None:
+        return None
+    try:
+        value = canonical.loads(row.state)
+    except canonical.NotJson:
+        return {"not JSON": row.state}
+    return value if isinstance(value, dict) else {"not an object": value}
 
 
 def at_once(ours: Callable[[], T], theirs: Callable[[], T]) -> tuple[T, T]:
@@ -115,9 +249,3 @@ def at_once(ours: Callable[[], T], theirs: Callable[[], T]) -> tuple[T, T]:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(theirs)
         return ours(), other.result()
-
-
-def _own_columns(target: Survey) -> set[str]:
-    from migrations_app.ports import schema
-
-    return schema.listed_columns(target.dialect)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, urlencode
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict
@@ -35,22 +35,30 @@ class Sqlite:
     path: str = field(repr=False)
 
 
-def resolve(reference: str) -> Postgres | Sqlite:
+def resolve(reference: str, kind: str = "adk-sql") -> Postgres | Sqlite:
     """Read the address behind a reference and take it apart.
 
     Takes the URLs that google-adk takes (`postgresql+asyncpg://`,
     `sqlite+aiosqlite:////abs/file`) and their plain forms. Raises AddressMissing,
     or UnknownKind for another database.
     """
-    return parse(_read(reference), reference)
+    return parse(_read(reference), reference, kind)
 
 
-def parse(address: str, reference: str) -> Postgres | Sqlite:
+def parse(address: str, reference: str, kind: str = "adk-sql") -> Postgres | Sqlite:
     """Take a URL apart; `reference` names it in errors."""
     scheme = address.partition("://")[0].partition("+")[0].lower()
     if "://" not in address:
         raise AddressMissing(
             f"What {reference} holds is not a URL. It should begin with postgresql:// or sqlite://."
+        )
+    if kind == "adk-sqlite":
+        if scheme == "sqlite":
+            # SqliteSessionService takes its URL apart by the book: # ends it, %20 is a blank.
+            return _sqlite(f"sqlite://{unquote(urlsplit(address).path)}", reference)
+        raise UnknownKind(
+            f"{reference} names no SQLite file, and kind adk-sqlite is nothing else."
+            " Correct the address (sqlite:////...), or make the store one of kind adk-sql."
         )
     if scheme in ("postgresql", "postgres"):
         return _postgres(address, reference)

@@ -14,10 +14,12 @@ later claim, says Unreachable until it is opened anew.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from durable.errors import Refused
+from migrations_app.domain.mismatch import Difference, Looks
+from migrations_app.domain.values import Layout
 
 
 class Key(NamedTuple):
@@ -58,6 +60,27 @@ class Copied(NamedTuple):
     target: Stamp
 
 
+class Refusal(NamedTuple):
+    """Why a session was left out of a copy, whole: the target can't hold a value of it."""
+
+    field: str  # such as "events.event_data of e-1 content.parts[0].text"
+    reason: str
+
+    @property
+    def difference(self) -> Difference:
+        """How the mismatch table names it."""
+        return Difference("value", f"{self.field}: {self.reason}", Looks.CANNOT_HOLD)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What became of the sessions of one copy. Whatever the source no longer has is in neither."""
+
+    copied: dict[Key, Copied]
+    # Not on the target, in no version. Never any between two stores of one layout.
+    refused: dict[Key, Refusal] = field(default_factory=dict)
+
+
 class SharedRow(NamedTuple):
     """State that sessions share: of one user, or of the app (user_id None)."""
 
@@ -92,7 +115,8 @@ class Survey:
     can_close: bool  # our user may make the guard table and the closing trigger, or finds them
     stamps_see_edits: bool  # False on SQLite: an in-place edit of an event is invisible
     findings: tuple[Finding, ...] = ()
-    dialect: str = ""  # "postgresql" or "sqlite"; `check_pair` compares it
+    dialect: str = ""  # "postgresql" or "sqlite"
+    layout: Layout | None = None  # two stores of one layout take each other's rows as they are
     has_app_state: bool = False  # a row of the app's own state, which counts as holding the app
     interrupted_keys: tuple[Key, ...] = ()  # the first of them, for a list
     # "events.event_data jsonb" and so on: what the tables really have, for `check_pair`.
@@ -135,10 +159,6 @@ class UnknownKind(StoreRefused):
     """No port opens stores of this kind."""
 
 
-class MixedPair(StoreRefused):
-    """Not yet: source and target are of different kinds."""
-
-
 class ColumnsDiffer(StoreRefused):
     """The source's tables have a column that the target's lack, or of another type."""
 
@@ -168,6 +188,10 @@ class StoreFailed(StoreRefused):
 class SessionStore(Protocol):
     """One tenant's side of one store."""
 
+    @property
+    def layout(self) -> Layout:
+        """How the store lays out its rows."""
+
     # --- looking; changes nothing. Without ADK's tables everything is empty -------------
     @property
     def has_tables(self) -> bool:
@@ -195,7 +219,7 @@ class SessionStore(Protocol):
     def digests(self, keys: Collection[Key]) -> dict[Key, Digest]:
         """Digests of those sessions that exist, computed inside the store where it can.
 
-        Strict: compared only between two stores of one dialect.
+        Strict: compared only between two stores of one layout.
         """
 
     def session(self, key: Key) -> Mapping[str, Any] | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from psycopg import sql
 
+from migrations_app.domain import canonical, values
+from migrations_app.domain.canonical import EventRow, SessionRow, present
 from migrations_app.ports.base import (
     START,
     Copied,
@@ -19,6 +22,7 @@ from migrations_app.ports.base import (
     Stamp,
     Survey,
 )
+from migrations_app.ports.bites import in_bites
 from migrations_app.ports.postgres_guard import PostgresGuard
 from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT, WHOLE, key_params
 
@@ -364,6 +368,96 @@ class PostgresStore(PostgresGuard):
                 return gone
 
         return self.attempt(work) if user_ids else 0
+
+    # --- rows for a store of another kind ------------------------------------------------
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Run the body on one snapshot of the database."""
+        return self.transaction(f"{SNAPSHOT}; {BY_INDEX}")
+
+    def bites(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
+        """Split keys so that each bite's events are a few megabytes of text."""
+        with self.snapshot():
+            sizes = self.rows(
+                "SELECT k.u, k.i, (SELECT coalesce(sum(octet_length(e.event_data::text)), 0)"
+                " FROM {events} e WHERE e.app_name = %(app)s AND e.user_id = k.u"
+                f" AND e.session_id = k.i) FROM {_KEYS}",
+                key_params(keys),
+            )
+        return in_bites(sizes)
+
+    def read_sessions(self, keys: Sequence[Key]) -> Iterator[SessionRow]:
+        """Yield these sessions' own rows, inside the caller's snapshot."""
+        for user, name, state, created, updated in self._read(
+            "SELECT s.user_id::text, s.id::text, s.state::text, s.create_time::text,"
+            f" s.update_time::text FROM {_SESSIONS_OF_KEYS}",
+            keys,
+            columns=5,
+        ):
+            micros = canonical.micros_of_text
+            yield SessionRow(user, name, state, micros(created), micros(updated))
+
+    def read_events(self, keys: Sequence[Key]) -> Iterator[EventRow]:
+        """Yield these sessions' events in ADK's order, inside the caller's snapshot."""
+        for user, session, name, invocation, at, data in self._read(
+            "SELECT e.user_id::text, e.session_id::text, e.id::text, e.invocation_id::text,"
+            f" e.timestamp::text, e.event_data::text FROM {_KEYS} CROSS JOIN LATERAL"
+            " (SELECT * FROM {events} WHERE app_name = %(app)s AND user_id = k.u"
+            # Each session by its index, in which they stand in that order.
+            " AND session_id = k.i ORDER BY timestamp, id OFFSET 0) e",
+            keys,
+            columns=6,
+        ):
+            micros = canonical.micros_of_text(at)
+            yield EventRow(user, session, name, invocation, micros, data)
+
+    def _read(self, query: str, keys: Sequence[Key], *, columns: int) -> Iterator[Any]:
+        statement = self.fill(f"COPY ({query}) TO STDOUT (FORMAT binary)")
+        params = {"app": self.app_name, **key_params(keys)}
+        with (
+            self.clean(),
+            self.connection.cursor() as cursor,
+            cursor.copy(statement, params) as out,
+        ):
+            out.set_types(["text"] * columns)
+            yield from out.rows()
+
+    def write_sessions(self, rows: Iterable[SessionRow]) -> None:
+        """Add sessions inside the caller's transaction."""
+        self._write(
+            "sessions (app_name, user_id, id, state, create_time, update_time)",
+            (
+                (
+                    self.app_name,
+                    *row[:2],
+                    values.for_postgres(row.state),
+                    *map(canonical.text_of_micros, present(row[3:])),
+                )
+                for row in rows
+            ),
+        )
+
+    def write_events(self, rows: Iterable[EventRow]) -> None:
+        """Add events inside the caller's transaction."""
+        self._write(
+            "events (app_name, user_id, session_id, id, invocation_id, timestamp, event_data)",
+            (
+                (
+                    self.app_name,
+                    *row[:4],
+                    *map(canonical.text_of_micros, present(row[4:5])),
+                    None if row.event_data is None else values.for_postgres(row.event_data),
+                )
+                for row in rows
+            ),
+        )
+
+    def _write(self, into: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        table, _, columns = into.partition(" ")
+        statement = self.fill(f"COPY {{{table}}} {columns} FROM STDIN")
+        with self.clean(), self.connection.cursor() as cursor, cursor.copy(statement) as copying:
+            for row in rows:
+                copying.write_row(row)
 
     # --- copying -------------------------------------------------------------------------
 

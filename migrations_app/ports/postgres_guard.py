@@ -8,14 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal, NoReturn
+from typing import Literal
 
 import psycopg
 from psycopg import sql
 
 from durable.machine import Overtaken
 from migrations_app.ports import schema
-from migrations_app.ports.base import Guard, GuardTaken, StoreBusy
+from migrations_app.ports.base import Guard, StoreBusy
+from migrations_app.ports.guard_words import refuse
 from migrations_app.ports.postgres_link import SHORT, WRITE, PostgresLink
 
 # Closing: plain tries of 1 s each, then tries in the fair queue.
@@ -214,7 +215,7 @@ class PostgresGuard(PostgresLink):
                     {"mover": mover, "agents": agents},
                 ).rowcount
             if not done:
-                self._refuse(adopting=True)
+                refuse(self.guard(), where=self.where, move=self.move, adopting=True)
 
         self._patiently(swap)
 
@@ -237,23 +238,9 @@ class PostgresGuard(PostgresLink):
                 {"mover": mover, "agents": agents},
             ).rowcount
             if not done:
-                self._refuse(adopting=False)
+                refuse(self.guard(), where=self.where, move=self.move, adopting=False)
 
         self._patiently(put)
-
-    def _refuse(self, *, adopting: bool) -> NoReturn:
-        row = self.guard()
-        if row is None:
-            raise GuardTaken(
-                f"The guard row in {self.where} is gone. Survey the store again, then move."
-            )
-        if row.move == self.move or not adopting:
-            # A step of a claim, or of a whole move, whose time is over: nobody's mistake.
-            raise Overtaken(f"{self.where} is held by mv-{row.move} under claim {row.claim}")
-        raise GuardTaken(
-            f"mv-{row.move} holds this tenant's guard in {self.where}, not mv-{self.move}."
-            " End that move first."
-        )
 
     def _patiently(self, change: Callable[[], None]) -> None:
         """Change the guard row among busy writers without making anybody wait long.

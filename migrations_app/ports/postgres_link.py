@@ -15,6 +15,7 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.rows import TupleRow
 
+from migrations_app.domain.values import Layout
 from migrations_app.ports import schema
 from migrations_app.ports.address import Postgres
 from migrations_app.ports.base import (
@@ -55,6 +56,8 @@ class PostgresLink:
     """A handle's connection, in autocommit; transactions are begun by name."""
 
     dialect = "postgresql"
+    kind = "adk-sql"
+    layout = Layout.POSTGRESQL
 
     def __init__(
         self, address: Postgres, *, reference: str, app_name: str, move: int, claim: int

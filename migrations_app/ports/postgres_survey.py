@@ -117,7 +117,7 @@ def survey(store: PostgresStore) -> Survey:
         with store.transaction(f"{SNAPSHOT}; {BY_INDEX}"):
             interrupted, named = store.rows(_INTERRUPTED, {"named": schema.NAMED})[0]
     return Survey(
-        kind="adk-sql",
+        kind=store.kind,
         database=f"PostgreSQL {version.split()[0]}",
         schema_version=schema_version,
         sessions=counts.sessions,
@@ -129,6 +129,7 @@ def survey(store: PostgresStore) -> Survey:
         stamps_see_edits=True,
         findings=tuple(found),
         dialect=store.dialect,
+        layout=store.layout,
         has_app_state=has_app_state,
         interrupted_keys=tuple(Key(*pair) for pair in named or ()),
         columns=tuple(

@@ -56,6 +56,42 @@ _TABLES: dict[str, tuple[str, ...]] = {
         " REFERENCES {prefix}sessions (app_name, user_id, id) ON DELETE CASCADE",
     ),
 }
+# SqliteSessionService's own: text, and floats for times; its primary key is the index.
+_ADK_SQLITE_TABLES: dict[str, tuple[str, ...]] = {
+    "app_states": (
+        "app_name TEXT PRIMARY KEY",
+        "state TEXT NOT NULL",
+        "update_time REAL NOT NULL",
+    ),
+    "user_states": (
+        "app_name TEXT NOT NULL",
+        "user_id TEXT NOT NULL",
+        "state TEXT NOT NULL",
+        "update_time REAL NOT NULL",
+        "PRIMARY KEY (app_name, user_id)",
+    ),
+    "sessions": (
+        "app_name TEXT NOT NULL",
+        "user_id TEXT NOT NULL",
+        "id TEXT NOT NULL",
+        "state TEXT NOT NULL",
+        "create_time REAL NOT NULL",
+        "update_time REAL NOT NULL",
+        "PRIMARY KEY (app_name, user_id, id)",
+    ),
+    "events": (
+        "id TEXT NOT NULL",
+        "app_name TEXT NOT NULL",
+        "user_id TEXT NOT NULL",
+        "session_id TEXT NOT NULL",
+        "invocation_id TEXT NOT NULL",
+        "timestamp REAL NOT NULL",
+        "event_data TEXT NOT NULL",
+        "PRIMARY KEY (app_name, user_id, session_id, id)",
+        "FOREIGN KEY (app_name, user_id, session_id)"
+        " REFERENCES sessions(app_name, user_id, id) ON DELETE CASCADE",
+    ),
+}
 _INDEX = (
     "CREATE INDEX IF NOT EXISTS idx_events_app_user_session_ts_id"
     " ON {prefix}events (app_name, user_id, session_id, timestamp DESC, id DESC)"
@@ -94,6 +130,16 @@ def tables(dialect: str, missing: Iterable[str], *, prefix: str = "") -> list[st
     if "events" in wanted:
         made.append(_INDEX.format(prefix=prefix))
     return made
+
+
+def adk_sqlite_tables(missing: Iterable[str]) -> list[str]:
+    """Return the statements that make these tables as SqliteSessionService does."""
+    wanted = set(missing)
+    return [
+        f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(lines)})"
+        for table, lines in _ADK_SQLITE_TABLES.items()
+        if table in wanted
+    ]
 
 
 def check_version(

@@ -1,200 +1,51 @@
-"""ADK's session tables in an SQLite file: one writer, no server.
-
-Readers of a file in journal mode `delete` keep its writers waiting, so everything
-here reads and writes in bites of a few megabytes. The mode itself is never changed:
-the file is not ours.
-"""
+"""ADK's session tables in an SQLite file: one writer, no server."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
-import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from durable.machine import Overtaken
-from migrations_app.ports import schema
-from migrations_app.ports.address import Sqlite, sqlite_uri
+from migrations_app.domain import canonical
+from migrations_app.domain.canonical import EventRow, SessionRow, Time, present
+from migrations_app.domain.values import Layout
+from migrations_app.ports.address import sqlite_uri
 from migrations_app.ports.base import (
     START,
-    CannotHold,
     Copied,
     Counts,
     Digest,
-    Guard,
-    GuardTaken,
     Key,
-    NotASessionStore,
     SharedRow,
     Stamp,
-    StoreBusy,
-    StoreFailed,
     Survey,
-    Unreachable,
-    WrongCredentials,
 )
-
-# How long to wait for the writer's seat, where nobody stands behind us, and how long a COMMIT waits
-# for readers to leave, behind which new readers wait too.
-WAIT_SECONDS = 3.0
-COMMIT_SECONDS = 1.0
-# Between two tries for the writer's seat. SQLite's own waiters sleep up to 100 ms between theirs,
-# and nobody queues: who looks more often gets in, which is how closing is not starved.
-LOOK_SECONDS = 0.001
-# A bite's size: a snapshot of 8 s made a live turn fail with "database is locked" (tried); the
-# bound is 0.5 s, and a bite this big takes about a tenth of it.
-BITE_BYTES = 4_000_000
-BITE_KEYS = 250
-
-_GUARD_TABLE = """
-CREATE TABLE IF NOT EXISTS switchyard_guard (
-  app_name TEXT PRIMARY KEY,
-  move INTEGER NOT NULL,
-  claim INTEGER NOT NULL,
-  mover INTEGER NOT NULL,
-  agents INTEGER NOT NULL,
-  writing INTEGER NOT NULL DEFAULT 0
-)"""
-_NONCE_TABLE = """
-CREATE TABLE IF NOT EXISTS switchyard_nonce (
-  nonce TEXT PRIMARY KEY,
-  written_at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
-)"""
+from migrations_app.ports.sqlite_guard import SqliteGuard
+from migrations_app.ports.sqlite_link import quote
 
 _STATE_COLUMNS = ("state", "create_time", "update_time")
 _KEY_COLUMNS = ("app_name", "user_id", "session_id")
 
 
-class SqliteStore:
+class SqliteStore(SqliteGuard):
     """One tenant's side of one SQLite file."""
 
-    dialect = "sqlite"
+    # The order in which google-adk reads a session's events.
+    event_order = "e.timestamp, e.id"
+    # Now, as the store's own columns of time spell it.
+    now = "CURRENT_TIMESTAMP"
 
-    def __init__(
-        self, address: Sqlite, *, reference: str, app_name: str, move: int, claim: int
-    ) -> None:
-        self.where = reference
-        self.app_name = app_name
-        self.move = move
-        self.claim = claim
-        self.path = address.path
-        self._columns: dict[str, tuple[str, ...]] | None = None
-        self.connection = self._connect()
+    @staticmethod
+    def micros(value: Any) -> Time:
+        """Read a time as the store's columns hold it."""
+        return canonical.micros_of_text(value)
 
-    def close(self) -> None:
-        """End the connection; an open transaction is rolled back."""
-        self.connection.close()
-
-    # --- opening, statements, errors -----------------------------------------------------
-
-    def _connect(self, *, create: bool = False) -> sqlite3.Connection:
-        try:
-            folder, file = Path(self.path).parent.is_dir(), Path(self.path).exists()
-        except (OSError, ValueError):
-            # A folder that may not be looked into, or no name at all; the error quotes the path.
-            folder = file = False
-        if not folder:
-            raise Unreachable(
-                f"The folder of {self.where} can't be looked into from here. A store in a file is"
-                " reached only where the file is: mount it, or correct the address."
-            )
-        # A file that is not there yet is an empty store; looking must not make it.
-        there = create or file
-        with self.clean():
-            connection = sqlite3.connect(
-                # rw and not ro: what a killed writer left (a hot journal) can't be read without
-                # first rolling it back.
-                sqlite_uri(self.path, "rwc" if create else "rw") if there else ":memory:",
-                uri=there,
-                timeout=WAIT_SECONDS,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-            try:
-                connection.execute("PRAGMA foreign_keys = ON")
-                connection.execute("PRAGMA temp_store = MEMORY")
-                connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-                connection.create_function("switchyard_crc", 1, _crc, deterministic=True)
-            except BaseException:
-                connection.close()
-                raise
-        self.is_file = there
-        return connection
-
-    def rows(self, statement: str, params: Sequence[Any] | Mapping[str, Any] = ()) -> list[Any]:
-        """Run one statement and return its rows."""
-        with self.clean():
-            return self.connection.execute(statement, params).fetchall()
-
-    @contextmanager
-    def clean(self) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, UnicodeError) as error:
-            raise _clean(error, self.where) from None
-
-    @contextmanager
-    def _transaction(self, begin: str) -> Iterator[None]:
-        """Run the body between `begin` and COMMIT; any error rolls back."""
-        with self.clean():
-            self._patiently(begin)
-            try:
-                yield
-                # In journal mode `delete` COMMIT waits until the last reader has left.
-                self._patiently("COMMIT", seconds=COMMIT_SECONDS)
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self.connection.execute("ROLLBACK")
-                raise
-
-    def _patiently(
-        self, statement: str, params: Sequence[Any] = (), *, seconds: float = WAIT_SECONDS
-    ) -> sqlite3.Cursor:
-        end = time.monotonic() + seconds
-        self.connection.execute("PRAGMA busy_timeout = 0")
-        try:
-            while True:
-                try:
-                    return self.connection.execute(statement, params)
-                except sqlite3.OperationalError as error:
-                    if not _is_busy(error) or time.monotonic() >= end:
-                        raise
-                time.sleep(LOOK_SECONDS)
-        finally:
-            self.connection.execute(f"PRAGMA busy_timeout = {int(WAIT_SECONDS * 1000)}")
-
-    def _short(self) -> Any:
-        return self._transaction("BEGIN IMMEDIATE")
-
-    def _snapshot(self) -> Any:
-        return self._transaction("BEGIN")
-
-    # --- what is there -------------------------------------------------------------------
-
-    def columns(self) -> dict[str, tuple[str, ...]]:
-        """Return {table: columns} of those ADK tables that exist, read once a handle."""
-        if self._columns is None:
-            found: dict[str, tuple[str, ...]] = {}
-            for table in schema.TABLES:
-                if names := tuple(row[1] for row in self.rows(f"PRAGMA table_info({table})")):
-                    found[table] = names
-            self._columns = found
-        return self._columns
-
-    @property
-    def has_tables(self) -> bool:
-        return set(self.columns()) == set(schema.TABLES)
-
-    def exists(self, table: str) -> bool:
-        """Whether a table is there."""
-        return bool(
-            self.rows("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (table,))
-        )
+    @staticmethod
+    def spelled(micros: int) -> Any:
+        """Spell a time for the store's columns."""
+        return canonical.text_of_micros(micros)
 
     # --- looking -------------------------------------------------------------------------
 
@@ -203,19 +54,6 @@ class SqliteStore:
         from migrations_app.ports.sqlite_survey import survey
 
         return survey(self)
-
-    def guard(self) -> Guard | None:
-        """Return the tenant's guard row; None if there is none, or no guard table."""
-        if not self.exists("switchyard_guard"):
-            return None
-        found = self.rows(
-            "SELECT move, claim, mover, agents FROM switchyard_guard WHERE app_name = ?",
-            (self.app_name,),
-        )
-        if not found:
-            return None
-        move, claim, mover, agents = found[0]
-        return Guard(move, claim, bool(mover), bool(agents))
 
     def counts(self) -> Counts:
         """Count sessions and users of the tenant."""
@@ -251,8 +89,8 @@ class SqliteStore:
         """Return the stamps of those sessions that exist."""
         if not keys or not self.has_tables:
             return {}
-        with self.choosing(list(keys)), self.clean():
-            return self.read_stamps("main")
+        with self.clean():
+            return self.read_stamps(keys)
 
     def digests(self, keys: Collection[Key]) -> dict[Key, Digest]:
         """Return strict SHA-256 digests, hashed here row by row as SQLite keeps the values.
@@ -265,8 +103,9 @@ class SqliteStore:
             return {}
         found: dict[Key, Digest] = {}
         for bite in self.bites(list(keys)):
-            with self.choosing(bite), self._snapshot():
-                stamps = self.read_stamps("main")
+            self.choose(bite)
+            with self.snapshot():
+                stamps = self.chosen_stamps("main")
                 states = {
                     Key(row[0], row[1]): _hash_row(row[2:]).hex()
                     for row in self.rows(
@@ -280,7 +119,7 @@ class SqliteStore:
                 for row in self.connection.execute(
                     f"SELECT e.user_id, e.session_id, {self._framed('events', 'e')}"
                     " FROM temp.keys k CROSS JOIN events e ON e.app_name = ? AND e.user_id = k.u"
-                    " AND e.session_id = k.i ORDER BY k.rowid, e.timestamp, e.id",
+                    f" AND e.session_id = k.i ORDER BY k.rowid, {self.event_order}",
                     (self.app_name,),
                 ):
                     # Events of a session that is gone have nowhere to go.
@@ -294,7 +133,7 @@ class SqliteStore:
         """Return one session as plain data, events in ADK's order."""
         if not self.has_tables:
             return None
-        with self._snapshot():
+        with self.snapshot():
             head = self.rows(
                 "SELECT state, create_time, update_time FROM sessions"
                 " WHERE app_name = ? AND user_id = ? AND id = ?",
@@ -303,10 +142,10 @@ class SqliteStore:
             if not head:
                 return None
             own = [name for name in self.columns()["events"] if name not in _KEY_COLUMNS]
-            quoted = ", ".join(_quote(name) for name in own)
+            quoted = ", ".join(quote(name) for name in own)
             events = self.rows(
-                f"SELECT {quoted} FROM events WHERE app_name = ? AND user_id = ?"
-                " AND session_id = ? ORDER BY timestamp, id",
+                f"SELECT {quoted} FROM events e WHERE app_name = ? AND user_id = ?"
+                f" AND session_id = ? ORDER BY {self.event_order}",
                 (self.app_name, *key),
             )
         state, created, updated = head[0]
@@ -351,14 +190,14 @@ class SqliteStore:
         found: list[Any] = []
         users = [user for user in user_ids if user is not None]
         if users:
-            with self.choosing([Key(user, "") for user in users]):
-                found = self.rows(
-                    "SELECT k.u, coalesce(t.state, '{}') FROM temp.keys k"
-                    " LEFT JOIN user_states t ON t.app_name = :app AND t.user_id = k.u"
-                    " WHERE t.user_id IS NOT NULL OR EXISTS (SELECT 1 FROM sessions s"
-                    " WHERE s.app_name = :app AND s.user_id = k.u)",
-                    {"app": self.app_name},
-                )
+            self.choose([(user, "") for user in users])
+            found = self.rows(
+                "SELECT k.u, coalesce(t.state, '{}') FROM temp.keys k"
+                " LEFT JOIN user_states t ON t.app_name = :app AND t.user_id = k.u"
+                " WHERE t.user_id IS NOT NULL OR EXISTS (SELECT 1 FROM sessions s"
+                " WHERE s.app_name = :app AND s.user_id = k.u)",
+                {"app": self.app_name},
+            )
         if None in user_ids:
             found += self.rows(
                 "SELECT NULL, coalesce(t.state, '{}') FROM (SELECT :app AS app) one"
@@ -374,7 +213,7 @@ class SqliteStore:
         if not self.has_tables:
             return total.hexdigest()
         app = (self.app_name,)
-        with self._snapshot():
+        with self.snapshot():
             for row in self.connection.execute(
                 f"SELECT {_stamp_columns('main')} FROM sessions s WHERE s.app_name = ?"
                 " ORDER BY s.user_id, s.id",
@@ -392,211 +231,84 @@ class SqliteStore:
                 total.update(_hash_row(["app", *row]))
         return total.hexdigest()
 
-    # --- guarding ------------------------------------------------------------------------
+    # --- rows for a store of another kind ------------------------------------------------
 
-    def provision(self) -> None:
-        """Make ADK's tables where they are missing, the guard table and the closing triggers.
+    def read_sessions(self, keys: Iterable[Key]) -> Iterator[SessionRow]:
+        """Yield these sessions' own rows, inside the caller's snapshot."""
+        for user, name, state, created, updated in self._read(
+            keys,
+            "SELECT s.user_id, s.id, s.state, s.create_time, s.update_time FROM temp.keys k"
+            " CROSS JOIN sessions s ON s.app_name = ? AND s.user_id = k.u AND s.id = k.i"
+            " ORDER BY k.rowid",
+        ):
+            yield SessionRow(user, name, state, self.micros(created), self.micros(updated))
 
-        Idempotent, in one transaction; raises StoreBusy, to be tried again.
-        """
-        if not self.is_file:
-            self.connection.close()
-            self.connection = self._connect(create=True)
-            self._columns = None
-        with self._short():
-            missing = set(schema.TABLES) - set(self.columns())
-            if missing:
-                for statement in schema.tables(self.dialect, missing):
-                    self.connection.execute(statement)
-            self.connection.execute(_GUARD_TABLE)
-            self.connection.execute(_NONCE_TABLE)
-            for name, statement in _triggers().items():
-                there = self.rows(
-                    "SELECT sql FROM sqlite_master WHERE type = 'trigger' AND name = ?", (name,)
-                )
-                if there and there[0][0] != statement:
-                    self.connection.execute(f"DROP TRIGGER {name}")
-                if not there or there[0][0] != statement:
-                    self.connection.execute(statement)
-        self._columns = None
+    def read_events(self, keys: Iterable[Key]) -> Iterator[EventRow]:
+        """Yield these sessions' events in ADK's order, inside the caller's snapshot."""
+        for user, session, name, invocation, at, data in self._read(
+            keys,
+            "SELECT e.user_id, e.session_id, e.id, e.invocation_id, e.timestamp, e.event_data"
+            " FROM temp.keys k CROSS JOIN events e ON e.app_name = ? AND e.user_id = k.u"
+            f" AND e.session_id = k.i ORDER BY k.rowid, {self.event_order}",
+        ):
+            yield EventRow(user, session, name, invocation, self.micros(at), data)
 
-    def can_close(self) -> bool:
-        """Whether every closing trigger is there."""
-        there = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"))
-        return all(there.get(name) == statement for name, statement in _triggers().items())
+    def _read(self, keys: Iterable[Key], statement: str) -> Iterator[Any]:
+        """Yield rows one by one, text that is not UTF-8 too: whoever looks at it names it."""
+        self.choose(keys)
+        with self.clean():
+            self.connection.text_factory = _forgiving
+            try:
+                yield from self.connection.execute(statement, (self.app_name,))
+            finally:
+                self.connection.text_factory = str
 
-    def adopt(self, found: Guard | None, *, mover: bool, agents: bool) -> None:
-        """Make the guard row this move's, if it is still what the survey `found`.
+    def write_sessions(self, rows: Iterable[SessionRow]) -> None:
+        """Add sessions inside the caller's transaction."""
+        with self.clean():
+            self.connection.executemany(
+                "INSERT INTO main.sessions (app_name, user_id, id, state, create_time, update_time)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                ((self.app_name, *row[:3], *map(self.spelled, present(row[3:]))) for row in rows),
+            )
 
-        May be repeated under the same move. The row's (move, claim) only ever rises: a worker
-        that surveyed, slept through the whole move and woke would else find its own move's
-        row, match it, close the tenant's new home and clear it (tried). Raises GuardTaken if
-        somebody else was first, Overtaken if a later claim or move was, StoreBusy.
-        """
-        old = found or Guard(-1, -1, False, False)
-        with self._short():
-            done = self.connection.execute(
-                "UPDATE switchyard_guard SET move = ?, claim = ?, mover = ?, agents = ?,"
-                " writing = 0 WHERE app_name = ?"
-                " AND ((move = ? AND claim = ? AND move < ?) OR (move = ? AND claim <= ?))",
+    def write_events(self, rows: Iterable[EventRow]) -> None:
+        """Add events inside the caller's transaction, in the order in which they come."""
+        with self.clean():
+            self.connection.executemany(
+                "INSERT INTO main.events (app_name, user_id, session_id, id, invocation_id,"
+                " timestamp, event_data) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    self.move,
-                    self.claim,
-                    mover,
-                    agents,
-                    self.app_name,
-                    old.move,
-                    old.claim,
-                    self.move,
-                    self.move,
-                    self.claim,
+                    (self.app_name, *row[:4], *map(self.spelled, present(row[4:5])), row[5])
+                    for row in rows
                 ),
-            ).rowcount
-            if not done and found is None:
-                done = self.connection.execute(
-                    "INSERT INTO switchyard_guard (app_name, move, claim, mover, agents)"
-                    " VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                    (self.app_name, self.move, self.claim, mover, agents),
-                ).rowcount
-            if not done:
-                self._refuse(adopting=True)
-
-    def take(self, *, mover: bool, agents: bool) -> None:
-        """Set claim and flags in a short transaction.
-
-        Flags are set, never matched, so each step can run again. Raises Overtaken if a
-        later claim, or another move, holds the row; StoreBusy after 3 s. A dead
-        worker's lock on the file ends only with its process.
-        """
-        with self._short():
-            done = self.connection.execute(
-                "UPDATE switchyard_guard SET claim = ?, mover = ?, agents = ?, writing = 0"
-                " WHERE app_name = ? AND move = ? AND claim <= ?",
-                (self.claim, mover, agents, self.app_name, self.move, self.claim),
-            ).rowcount
-            if not done:
-                self._refuse(adopting=False)
-
-    def _refuse(self, *, adopting: bool) -> NoReturn:
-        row = self.guard()
-        if row is None:
-            raise GuardTaken(
-                f"The guard row in {self.where} is gone. Survey the store again, then move."
             )
-        if row.move == self.move or not adopting:
-            # A step of a claim, or of a whole move, whose time is over: nobody's mistake.
-            raise Overtaken(f"{self.where} is held by mv-{row.move} under claim {row.claim}")
-        raise GuardTaken(
-            f"mv-{row.move} holds this tenant's guard in {self.where}, not mv-{self.move}."
-            " End that move first."
-        )
-
-    def older_writers(self) -> list[str]:
-        """Return nothing: SQLite's one writer can't write on an older snapshot than the guard."""
-        return []
-
-    def still_writing(self, tokens: Sequence[str]) -> list[str]:
-        """Return nothing, as `older_writers`."""
-        return []
-
-    def write_nonce(self, nonce: str) -> None:
-        """Leave a random word, to be looked for through the other store."""
-        with self._short():
-            self.connection.execute(_NONCE_TABLE)
-            self.connection.execute(
-                "DELETE FROM switchyard_nonce WHERE written_at < datetime('now', '-1 day')"
-            )
-            self.connection.execute(
-                "INSERT INTO switchyard_nonce (nonce) VALUES (?) ON CONFLICT DO NOTHING", (nonce,)
-            )
-
-    def has_nonce(self, nonce: str) -> bool:
-        """Whether that word is here. False where there is no such table."""
-        return self.exists("switchyard_nonce") and bool(
-            self.rows("SELECT 1 FROM switchyard_nonce WHERE nonce = ?", (nonce,))
-        )
-
-    def clear_nonce(self, nonce: str) -> None:
-        """Take the word away; nothing happens if it is gone."""
-        if self.exists("switchyard_nonce"):
-            with self._short():
-                self.connection.execute("DELETE FROM switchyard_nonce WHERE nonce = ?", (nonce,))
-
-    def keeps_ids(self) -> bool:
-        """Whether a scratch session keeps the id it is given; rolled back, so nothing stays."""
-        scratch = "Scratch-" + "x" * (schema.LONGEST_ID - 9) + " "
-        with suppress(_Undo), self._short():
-            self.connection.execute(
-                "UPDATE switchyard_guard SET writing = 1 WHERE app_name = ?", (self.app_name,)
-            )
-            self.connection.execute(
-                "INSERT INTO sessions (app_name, user_id, id, state, create_time, update_time)"
-                " VALUES (?, ?, ?, '{}', CURRENT_TIMESTAMP, CURRENT_TIMESTAMP)",
-                (self.app_name, scratch, scratch),
-            )
-            kept = bool(
-                self.rows(
-                    "SELECT 1 FROM sessions WHERE app_name = ? AND user_id = ? AND id = ?",
-                    (self.app_name, scratch, scratch),
-                )
-            )
-            raise _Undo
-        return kept
 
     # --- writing -------------------------------------------------------------------------
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Run the body in one transaction under the guard row, its `writing` flag raised.
-
-        The flag lets our own rows past the closing trigger; nobody else can see it raised,
-        for it is lowered before COMMIT. Raises Overtaken if the row is not this claim's.
-
-        BEGIN and then a write, not BEGIN IMMEDIATE: that would take the writer's seat of
-        every attached file too, and the source's agents with it.
-        """
-        if not self.exists("switchyard_guard"):
-            raise Overtaken(f"{self.where} has no guard")
-        with self._transaction("BEGIN"):
-            self._raise_flag()
-            yield
-            self.connection.execute(
-                "UPDATE main.switchyard_guard SET writing = 0 WHERE app_name = ?", (self.app_name,)
-            )
-
-    def _raise_flag(self) -> None:
-        # The transaction's first statement: a read before it would make it a reader that wants to
-        # become a writer, which SQLite refuses at once instead of waiting.
-        done = self._patiently(
-            "UPDATE main.switchyard_guard SET writing = 1"
-            " WHERE app_name = ? AND move = ? AND claim = ? AND mover",
-            (self.app_name, self.move, self.claim),
-        ).rowcount
-        if not done:
-            raise Overtaken(
-                f"the guard in {self.where} is not mv-{self.move}'s, claim {self.claim}"
-            )
 
     def delete(self, keys: Collection[Key]) -> int:
         """Delete these sessions and their events; return how many sessions there were."""
         if not keys:
             return 0
-        with self.choosing(list(keys)), self.writing():
-            return self.remove()
+        with self.writing():
+            return self.remove(keys)
 
     def delete_unchanged(self, stamps: Mapping[Key, Stamp]) -> list[Key]:
         """Delete those sessions whose stamp is still the given one; return them."""
         same: list[Key] = []
         if stamps:
-            with self.choosing(list(stamps)), self.writing():
-                now = self.read_stamps("main")
+            with self.writing():
+                now = self.read_stamps(stamps)
                 same = [key for key in stamps if now.get(key) == stamps[key]]
-                changed = [key for key in stamps if key not in set(same)]
-                self.connection.executemany("DELETE FROM temp.keys WHERE u = ? AND i = ?", changed)
-                self.remove()
+                self.remove(same)
         return same
 
-    def remove(self) -> int:
+    def remove(self, keys: Iterable[Key]) -> int:
+        """Delete sessions inside the caller's transaction, events first."""
+        self.choose(keys)
+        return self.remove_chosen()
+
+    def remove_chosen(self) -> int:
         """Delete the sessions of temp.keys inside the caller's transaction, events first."""
         self.connection.execute(
             "DELETE FROM main.events WHERE rowid IN (SELECT e.rowid FROM temp.keys k CROSS JOIN"
@@ -621,14 +333,14 @@ class SqliteStore:
         with self.writing():
             self.connection.executemany(
                 "INSERT INTO user_states (app_name, user_id, state, update_time)"
-                " VALUES (?, ?, ?, CURRENT_TIMESTAMP) ON CONFLICT (app_name, user_id) DO UPDATE"
+                f" VALUES (?, ?, ?, {self.now}) ON CONFLICT (app_name, user_id) DO UPDATE"
                 " SET state = excluded.state, update_time = excluded.update_time"
                 " WHERE user_states.state IS NOT excluded.state",
                 users,
             )
             self.connection.executemany(
                 "INSERT INTO app_states (app_name, state, update_time)"
-                " VALUES (?, ?, CURRENT_TIMESTAMP) ON CONFLICT (app_name) DO UPDATE"
+                f" VALUES (?, ?, {self.now}) ON CONFLICT (app_name) DO UPDATE"
                 " SET state = excluded.state, update_time = excluded.update_time"
                 " WHERE app_states.state IS NOT excluded.state",
                 apps,
@@ -649,43 +361,12 @@ class SqliteStore:
                 ).rowcount
         return max(gone, 0)
 
-    # --- keys, bites, stamps -------------------------------------------------------------
+    def read_stamps(self, keys: Iterable[Key]) -> dict[Key, Stamp]:
+        """Read stamps inside the caller's transaction, if there is one."""
+        self.choose(keys)
+        return self.chosen_stamps("main")
 
-    @contextmanager
-    def choosing(self, keys: Sequence[Key]) -> Iterator[None]:
-        """Put keys into temp.keys, which is in memory, outside any transaction of the file."""
-        with self.clean():
-            self.connection.execute(
-                "CREATE TEMP TABLE IF NOT EXISTS keys (u TEXT NOT NULL, i TEXT NOT NULL)"
-            )
-            self.connection.execute("DELETE FROM temp.keys")
-            self.connection.executemany("INSERT INTO temp.keys VALUES (?, ?)", keys)
-        yield
-
-    def bites(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
-        """Split keys so that each bite's events are a few megabytes.
-
-        One session longer than a bite is a bite of its own.
-        """
-        with self.choosing(keys):
-            sizes = self.rows(
-                "SELECT k.u, k.i, (SELECT coalesce(sum(length(event_data)), 0) FROM events e"
-                " WHERE e.app_name = ? AND e.user_id = k.u AND e.session_id = k.i)"
-                " FROM temp.keys k ORDER BY k.rowid",
-                (self.app_name,),
-            )
-        bite: list[Key] = []
-        room = BITE_BYTES
-        for user, name, size in sizes:
-            if bite and (size > room or len(bite) >= BITE_KEYS):
-                yield bite
-                bite, room = [], BITE_BYTES
-            bite.append(Key(user, name))
-            room -= size
-        if bite:
-            yield bite
-
-    def read_stamps(self, database: str) -> dict[Key, Stamp]:
+    def chosen_stamps(self, database: str) -> dict[Key, Stamp]:
         """Read the stamps of temp.keys; `database` is main, or source where one is attached."""
         found = self.connection.execute(
             f"SELECT {_stamp_columns(database)} FROM temp.keys k CROSS JOIN {database}.sessions s"
@@ -702,7 +383,7 @@ class SqliteStore:
             if name not in _KEY_COLUMNS and (table, name) != ("sessions", "id")
         ]
         return ", ".join(
-            f"typeof({alias}.{_quote(name)}), CAST({alias}.{_quote(name)} AS BLOB)" for name in own
+            f"typeof({alias}.{quote(name)}), CAST({alias}.{quote(name)} AS BLOB)" for name in own
         )
 
 
@@ -720,12 +401,13 @@ def copy(source: SqliteStore, target: SqliteStore, keys: Sequence[Key]) -> dict[
         try:
             # Keys that the source lacks have no size and end in some bite too: their copies go.
             for bite in source.bites(keys):
-                with target.choosing(bite), target.writing():
-                    before = target.read_stamps("source")
-                    target.remove()
+                target.choose(bite)
+                with target.writing():
+                    before = target.chosen_stamps("source")
+                    target.remove_chosen()
                     for table in ("sessions", "events"):
                         connection.execute(_insert(source, table), (target.app_name,))
-                    after = target.read_stamps("main")
+                    after = target.chosen_stamps("main")
                 for key, stamp in before.items():
                     copied[key] = Copied(stamp, after[key])
         finally:
@@ -735,8 +417,8 @@ def copy(source: SqliteStore, target: SqliteStore, keys: Sequence[Key]) -> dict[
 
 def _insert(source: SqliteStore, table: str) -> str:
     names = source.columns()[table]
-    listed = ", ".join(_quote(name) for name in names)
-    taken = ", ".join(f"r.{_quote(name)}" for name in names)
+    listed = ", ".join(quote(name) for name in names)
+    taken = ", ".join(f"r.{quote(name)}" for name in names)
     name = "id" if table == "sessions" else "session_id"
     # Events whose session is gone would break the target's foreign key.
     whole = (
@@ -745,31 +427,14 @@ def _insert(source: SqliteStore, table: str) -> str:
         else " JOIN source.sessions s ON s.app_name = r.app_name AND s.user_id = r.user_id"
         " AND s.id = r.session_id"
     )
+    # Where events of one time are read in the order of writing, that order goes over too.
+    order = f" ORDER BY k.rowid, {source.event_order.replace('e.', 'r.')}"
+    ordered = order if table == "events" and source.layout is Layout.ADK_SQLITE else ""
     return (
         f"INSERT INTO main.{table} ({listed}) SELECT {taken} FROM temp.keys k CROSS JOIN"
-        f" source.{table} r ON r.app_name = ? AND r.user_id = k.u AND r.{name} = k.i{whole}"
+        f" source.{table} r ON r.app_name = ? AND r.user_id = k.u AND r.{name} = k.i"
+        f"{whole}{ordered}"
     )
-
-
-def _triggers() -> dict[str, str]:
-    """Return {name: statement} of the closing triggers.
-
-    A plain read of the flag is enough here: writers are serial, and a transaction
-    can't write on a snapshot older than the last commit. RAISE(ABORT) reaches ADK as an
-    IntegrityError, whose text the runtime looks for.
-    """
-    made = {}
-    for table in schema.TABLES:
-        for event, rows in (("INSERT", ["new"]), ("UPDATE", ["old", "new"]), ("DELETE", ["old"])):
-            names = ", ".join(f"{row}.app_name" for row in rows)
-            name = f"switchyard_{table}_{event.lower()}"
-            made[name] = (
-                f"CREATE TRIGGER {name} BEFORE {event} ON {table}"
-                f" WHEN EXISTS (SELECT 1 FROM switchyard_guard WHERE app_name IN ({names})"
-                " AND NOT agents AND NOT writing)"
-                " BEGIN SELECT RAISE(ABORT, 'closed by switchyard'); END"
-            )
-    return made
 
 
 def _stamp_columns(database: str) -> str:
@@ -795,9 +460,8 @@ def _stamped(row: Sequence[Any]) -> tuple[Key, Stamp]:
     return Key(user, name), f"{updated}/{count}/{check:08x}"
 
 
-def _crc(value: Any) -> int:
-    raw = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
-    return zlib.crc32(raw)
+def _forgiving(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogateescape")
 
 
 def _hash_row(values: Sequence[Any]) -> bytes:
@@ -825,51 +489,3 @@ def _loads(text: Any) -> Any:
         return None if text is None else json.loads(text)
     except (TypeError, ValueError):
         return text
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
-def _is_busy(error: sqlite3.Error) -> bool:
-    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-
-
-class _Undo(Exception):
-    """Rolls a transaction back on purpose."""
-
-
-_REFUSED: dict[int, Callable[[str], Exception]] = {
-    sqlite3.SQLITE_CANTOPEN: lambda where: Unreachable(
-        f"The file of {where} can't be opened. Check that its folder exists here and that this"
-        " process's user may read and write in it."
-    ),
-    sqlite3.SQLITE_READONLY: lambda where: WrongCredentials(
-        f"The file of {where} may not be written by this process's user. Grant it, or mount it"
-        " writable."
-    ),
-    sqlite3.SQLITE_PERM: lambda where: WrongCredentials(
-        f"This process's user has no right on the file of {where}."
-    ),
-    sqlite3.SQLITE_NOTADB: lambda where: NotASessionStore(
-        f"The file of {where} is not an SQLite database (or an encrypted one)."
-    ),
-    sqlite3.SQLITE_CORRUPT: lambda where: CannotHold(
-        f"The file of {where} is damaged: restore it, or repair it with `sqlite3 .recover`."
-    ),
-}
-
-
-def _clean(error: Exception, where: str) -> Exception:
-    if isinstance(error, UnicodeError):
-        return CannotHold(f"{where} holds text that is not UTF-8, which can't be shown.")
-    code = getattr(error, "sqlite_errorcode", None)
-    if code is None:
-        if "decode to UTF-8" in str(error):
-            return CannotHold(f"{where} holds text that is not UTF-8, which can't be shown.")
-        return StoreFailed(f"{where}: {type(error).__name__}")
-    if isinstance(error, sqlite3.Error) and _is_busy(error):
-        return StoreBusy(f"{where} is busy: another process is writing. It is tried again.")
-    if make := _REFUSED.get(code & 0xFF):
-        return make(where)
-    return StoreFailed(f"{where}: {type(error).__name__} ({error.sqlite_errorname})")  # type: ignore[attr-defined]

@@ -6,8 +6,10 @@ import os
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
+from migrations_app.domain.values import Layout
 from migrations_app.ports import schema
 from migrations_app.ports.base import Finding, Key, NotASessionStore, Survey
+from migrations_app.ports.sqlite_link import quote
 
 if TYPE_CHECKING:
     from migrations_app.ports.sqlite import SqliteStore
@@ -146,6 +148,9 @@ def survey(store: SqliteStore) -> Survey:
         found += _index(store)
         params = {"app": store.app_name, "longest": schema.LONGEST_ID}
         for table, test, field, reason, example, blocks in _CHECKS:
+            if field == "user_states" and store.layout is Layout.ADK_SQLITE:
+                # SqliteSessionService makes the row when it first has something to keep there.
+                continue
             # A statement each and no transaction around them: long snapshots keep agents waiting.
             count, where = store.rows(
                 f"SELECT count(*), min({example}) FROM {table} r"
@@ -158,7 +163,7 @@ def survey(store: SqliteStore) -> Survey:
         interrupted = store.rows(_INTERRUPTED, {**params, "named": schema.NAMED})
         has_app_state = bool(store.rows("SELECT 1 FROM app_states WHERE app_name = :app", params))
     return Survey(
-        kind="adk-sql",
+        kind=store.kind,
         database=f"SQLite {sqlite3.sqlite_version}",
         schema_version=schema_version,
         sessions=counts.sessions,
@@ -170,6 +175,7 @@ def survey(store: SqliteStore) -> Survey:
         stamps_see_edits=False,
         findings=tuple(found),
         dialect=store.dialect,
+        layout=store.layout,
         has_app_state=has_app_state,
         interrupted_keys=tuple(Key(user, name) for user, name, _ in interrupted),
         # SQLite enforces no types, so only names count.
@@ -180,7 +186,7 @@ def survey(store: SqliteStore) -> Survey:
 def _index(store: SqliteStore) -> list[Finding]:
     """Refuse events without an index by session: every stamp would read the whole table."""
     for row in store.rows("PRAGMA index_list(events)"):
-        names = [column[2] for column in store.rows(f"PRAGMA index_info({_quote(row[1])})")]
+        names = [column[2] for column in store.rows(f"PRAGMA index_info({quote(row[1])})")]
         if set(names[:3]) == {"app_name", "user_id", "session_id"}:
             return []
     return [
@@ -202,21 +208,22 @@ def _version(store: SqliteStore) -> str:
         row = store.rows("SELECT value FROM adk_internal_metadata WHERE key = 'schema_version'")
         version = row[0][0] if row else None
     columns = store.columns()
-    if not has_metadata and "sessions" in columns:
+    if "sessions" in columns:
         types = {row[1]: row[2] for row in store.rows("PRAGMA table_info(sessions)")}
-        if types.get("update_time") == "REAL":
+        # Both of google-adk's services open the other's tables, and fail on them later.
+        if (types.get("update_time") == "REAL") != (store.layout is Layout.ADK_SQLITE):
+            theirs, kind = (
+                ("DatabaseSessionService", "adk-sql")
+                if store.layout is Layout.ADK_SQLITE
+                else ("SqliteSessionService", "adk-sqlite")
+            )
             raise NotASessionStore(
-                f"The tables of {store.where} are those of google-adk's SqliteSessionService, a"
-                " layout of its own that kind adk-sql does not read. Not yet: choose a store of"
-                " DatabaseSessionService."
+                f"The tables of {store.where} are those of google-adk's {theirs}, which kind"
+                f" {store.kind} does not read: make it a store of kind {kind}."
             )
     return schema.check_version(
         columns, has_metadata=has_metadata, version=version, where=store.where
     )
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,310 @@
+"""What becomes of a value on its way into another kind of store: kept, changed or refused.
+
+`TABLE` is the one list: the survey, the copier, the mismatch table and docs/values.md go by it,
+and tests/adk/test_values.py holds it against the real stores. Only pairs of two
+kinds need it; between two stores of one kind rows go over to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from migrations_app.domain import canonical
+from migrations_app.domain.canonical import EventRow, NotJson, SessionRow
+
+
+class Layout(StrEnum):
+    """How a store lays out its rows. Two stores of one layout take each other's as they are."""
+
+    POSTGRESQL = "adk-sql on PostgreSQL"  # DatabaseSessionService: jsonb, timestamps.
+    SQLITE = "adk-sql on SQLite"  # DatabaseSessionService: JSON text, times as text.
+    ADK_SQLITE = "adk-sqlite"  # SqliteSessionService: JSON text, times as floats.
+
+
+class Fate(StrEnum):
+    KEPT = "kept"  # google-adk reads the same from it.
+    CHANGED = "changed"  # Listed in the survey; does not stop a move.
+    REFUSED = "refused"  # The session is left out whole and named; the move is stopped.
+
+
+class Odd(StrEnum):
+    """Values that a store may not hold. Each is a row of TABLE."""
+
+    NUL_IN_STATE = "a NUL character in a state"
+    NUL_IN_EVENT = "a NUL character in an event"
+    NUL_IN_ID = "a NUL character in an id"
+    SURROGATE = "half a surrogate pair in a text"
+    NOT_FINITE_IN_STATE = "NaN or Infinity in a state"
+    NOT_FINITE_IN_EVENT = "NaN or Infinity in an event"
+    MINUS_ZERO_IN_STATE = "-0.0 in a state"
+    MINUS_ZERO_IN_EVENT = "-0.0 in an event"
+    WHOLE_FLOAT = "a whole float with an exponent, such as 1e22"
+    BIG_INTEGER = "an integer beyond 64 bits"
+    UNREADABLE = "a text that is not JSON, nested too deeply, or with a number of 4,300 digits"
+    DEEP_EVENT = "an event nested more than 200 deep"
+    NO_DATA = "an event without data"
+    LONG_EVENT_ID = "an event's id over 128 or its invocation's over 256 characters"
+    NOT_TEXT = "an id or a text that is not UTF-8 text"
+    NO_TIME = "a time before the year 1 or after 9999, or no time at all"
+    FINE_TIME = "a time finer than a microsecond"
+    LATE_TIME = "a time after the year 2242"
+    SAME_TIME = "events of one time whose order of writing is not that of their ids"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    fate: Fate
+    words: str = ""  # To what, or why; "" where nothing happens to it.
+
+
+KEPT = Outcome(Fate.KEPT)
+
+
+def _kept(words: str) -> Outcome:
+    return Outcome(Fate.KEPT, words)
+
+
+def _changed(words: str) -> Outcome:
+    return Outcome(Fate.CHANGED, words)
+
+
+def _refused(words: str) -> Outcome:
+    return Outcome(Fate.REFUSED, words)
+
+
+_P, _S, _A = Layout.POSTGRESQL, Layout.SQLITE, Layout.ADK_SQLITE
+_ANY = _refused("google-adk can't read it either: repair or delete the session")
+
+TABLE: Mapping[Odd, Mapping[Layout, Outcome]] = {
+    Odd.NUL_IN_STATE: {
+        _P: _refused("PostgreSQL holds no NUL character"),
+        _S: KEPT,
+        _A: _changed(
+            "copied whole, but google-adk cuts the text at the NUL when it next writes that state"
+        ),
+    },
+    Odd.NUL_IN_EVENT: {_P: _refused("PostgreSQL holds no NUL character"), _S: KEPT, _A: KEPT},
+    Odd.NUL_IN_ID: {_P: _refused("PostgreSQL holds no NUL character"), _S: KEPT, _A: KEPT},
+    Odd.SURROGATE: {
+        _P: _refused("PostgreSQL holds no half of a surrogate pair"),
+        _S: KEPT,
+        _A: _refused("SqliteSessionService can't read half of a surrogate pair"),
+    },
+    Odd.NOT_FINITE_IN_STATE: {
+        _P: _refused("PostgreSQL's JSON holds neither NaN nor Infinity"),
+        _S: KEPT,
+        _A: _refused("SQLite calls it malformed: google-adk could never write that state again"),
+    },
+    Odd.NOT_FINITE_IN_EVENT: {
+        _P: _refused("PostgreSQL's JSON holds neither NaN nor Infinity"),
+        _S: KEPT,
+        _A: KEPT,
+    },
+    Odd.MINUS_ZERO_IN_STATE: {
+        _P: _changed("-0.0 becomes 0.0"),
+        _S: KEPT,
+        _A: _changed("copied as it is, but becomes 0.0 when google-adk next writes that state"),
+    },
+    Odd.MINUS_ZERO_IN_EVENT: {_P: _changed("-0.0 becomes 0.0"), _S: KEPT, _A: KEPT},
+    Odd.WHOLE_FLOAT: {
+        _P: _kept("written with all its digits and .0, or PostgreSQL would make it an integer"),
+        _S: KEPT,
+        _A: KEPT,
+    },
+    Odd.BIG_INTEGER: {_P: KEPT, _S: KEPT, _A: KEPT},
+    Odd.UNREADABLE: {_P: _ANY, _S: _ANY, _A: _ANY},
+    Odd.DEEP_EVENT: {_P: KEPT, _S: KEPT, _A: _refused("SqliteSessionService can't read it")},
+    Odd.NO_DATA: {
+        _P: KEPT,
+        _S: KEPT,
+        _A: _refused("SqliteSessionService needs an object there, and keeps no NULL"),
+    },
+    Odd.LONG_EVENT_ID: {
+        _P: _refused("longer than the columns of ADK's schema v1"),
+        _S: KEPT,
+        _A: KEPT,
+    },
+    Odd.NOT_TEXT: {_P: _ANY, _S: _ANY, _A: _ANY},
+    Odd.NO_TIME: {_P: _ANY, _S: _ANY, _A: _ANY},
+    Odd.FINE_TIME: {
+        _P: _changed("rounded to a microsecond; the event's own time, in its data, is exact"),
+        _S: _changed("rounded to a microsecond; the event's own time, in its data, is exact"),
+        _A: KEPT,
+    },
+    Odd.LATE_TIME: {_P: KEPT, _S: KEPT, _A: _changed("rounded, for a float is coarser there")},
+    Odd.SAME_TIME: {
+        _P: _changed("read in the order of their ids"),
+        _S: _changed("read in the order of their ids"),
+        _A: KEPT,
+    },
+}
+
+LONGEST_EVENT_ID, LONGEST_INVOCATION_ID = 128, 256
+# pydantic's reader of JSON stops there.
+DEEPEST_EVENT = 200
+# From here on a float is coarser than a microsecond: 2 ** 33 seconds.
+LATE = 2**33 * 1_000_000
+
+# Nothing odd stands in a text without one of these; most texts have none and are not walked.
+_SUSPECT = re.compile(
+    r"\\u0000|\\u[dD][89a-fA-F]|NaN|Infinity|\d[eE]\+?\d{3}|\d{309}|-0(?:\.0*)?[\s,}\]eE]"
+)
+# Left by reading bytes that are not UTF-8 (errors="surrogateescape").
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+# A number with an exponent behind what may stand before a value. In a string it may look like one,
+# so tokens are read, strings as wholes.
+_EXPONENT = re.compile(r"(?:^|[\[:,\s])-?\d+(?:\.\d+)?[eE]\+?\d")
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
+
+
+class Found(NamedTuple):
+    """An odd value and where it stands; the value itself stays in the store."""
+
+    odd: Odd
+    field: str
+    path: str = ""
+
+    def outcome(self, target: Layout) -> Outcome:
+        return TABLE[self.odd][target]
+
+    def words(self, target: Layout) -> str:
+        """Say what happens to it at a target, as the mismatch table does."""
+        at = f" {self.path}" if self.path else ""
+        return f"{self.field}{at}: {self.odd}: {self.outcome(target).words}"
+
+
+def in_session(row: SessionRow) -> Iterator[Found]:
+    """Yield what is odd in a session's own row."""
+    for name, text in (("user_id", row.user_id), ("id", row.session_id)):
+        yield from _in_id(f"sessions.{name}", text)
+    for name, at in (("create_time", row.create_time), ("update_time", row.update_time)):
+        yield from _in_time(f"sessions.{name}", at)
+    yield from in_state("sessions.state", row.state)
+
+
+def in_event(row: EventRow) -> Iterator[Found]:
+    """Yield what is odd in an event's row."""
+    yield from _in_id("events.id", row.id, LONGEST_EVENT_ID)
+    yield from _in_id("events.invocation_id", row.invocation_id, LONGEST_INVOCATION_ID)
+    yield from _in_time("events.timestamp", row.timestamp)
+    if row.event_data is None:
+        yield Found(Odd.NO_DATA, "events.event_data")
+    else:
+        yield from _in_text("events.event_data", row.event_data, event=_shown(str(row.id)))
+
+
+def in_state(field: str, text: str) -> Iterator[Found]:
+    """Yield what is odd in a state's text."""
+    yield from _in_text(field, text, event=None)
+
+
+def refusal(target: Layout, found: Iterator[Found]) -> Found | None:
+    """Return the first value that the target can't hold."""
+    return next((one for one in found if one.outcome(target).fate is Fate.REFUSED), None)
+
+
+def for_postgres(text: str) -> str:
+    """Spell whole floats so that PostgreSQL keeps them floats: it would make 1e22 an integer.
+
+    >>> for_postgres('{"a": 1e22, "b": "1e22", "c": 1.5e-7}')
+    '{"a": 10000000000000000000000.0, "b": "1e22", "c": 1.5e-7}'
+    """
+    return _TOKEN.sub(_spelled, text) if _EXPONENT.search(text) else text
+
+
+def _spelled(token: re.Match[str]) -> str:
+    text = token[0]
+    if text[0] == '"':
+        return text
+    number = Decimal(text)
+    if number != number.to_integral_value():
+        return text
+    return f"{number:f}.0"
+
+
+def _in_id(field: str, text: object, longest: int | None = None) -> Iterator[Found]:
+    if not isinstance(text, str) or _NOT_UTF8.search(text):
+        yield Found(Odd.NOT_TEXT, field)
+    elif "\0" in text:
+        yield Found(Odd.NUL_IN_ID, field)
+    elif longest is not None and len(text) > longest:
+        yield Found(Odd.LONG_EVENT_ID, field)
+
+
+def _in_time(field: str, at: canonical.Time) -> Iterator[Found]:
+    if at is None:
+        yield Found(Odd.NO_TIME, field)
+    elif at > LATE:
+        yield Found(Odd.LATE_TIME, field)
+
+
+def _in_text(field: str, text: object, *, event: str | None) -> Iterator[Found]:
+    """Yield what is odd in JSON text; `event` is the event's id, None for a state."""
+    if not isinstance(text, str) or _NOT_UTF8.search(text):
+        yield Found(Odd.NOT_TEXT, field)
+        return
+    try:
+        value = canonical.loads(text)
+    except NotJson:
+        yield Found(Odd.UNREADABLE, field)
+        return
+    at = "" if event is None else f"of {event}"
+    if event is not None and not isinstance(value, dict):
+        yield Found(Odd.NO_DATA, field, at)
+    deep = text.count("[") + text.count("{") > DEEPEST_EVENT
+    if deep or _SUSPECT.search(text):
+        for odd, path in _walk(value, in_state=event is None):
+            yield Found(odd, field, f"{at} {path}".strip())
+
+
+def _walk(value: Any, *, in_state: bool) -> Iterator[tuple[Odd, str]]:
+    """Yield odd values of parsed JSON and where they stand. A stack: JSON may nest deeply."""
+    nul = Odd.NUL_IN_STATE if in_state else Odd.NUL_IN_EVENT
+    infinite = Odd.NOT_FINITE_IN_STATE if in_state else Odd.NOT_FINITE_IN_EVENT
+    zero = Odd.MINUS_ZERO_IN_STATE if in_state else Odd.MINUS_ZERO_IN_EVENT
+    stack: list[tuple[Any, str, int]] = [(value, "", 1)]
+    deep = False
+    while stack:
+        item, path, depth = stack.pop()
+        if isinstance(item, str):
+            if "\0" in item:
+                yield nul, path
+            if _lone(item):
+                yield Odd.SURROGATE, path
+        elif isinstance(item, float):
+            if not math.isfinite(item):
+                yield infinite, path
+            elif item == 0 and math.copysign(1, item) < 0:
+                yield zero, path
+        elif isinstance(item, list | dict):
+            if depth > DEEPEST_EVENT and not in_state and not deep:
+                deep = True
+                yield Odd.DEEP_EVENT, path[:80]
+            pairs = (
+                [(f"{path}[{index}]", part) for index, part in enumerate(item)]
+                if isinstance(item, list)
+                else [(f"{path}.{_shown(key)}".lstrip("."), part) for key, part in item.items()]
+            )
+            if isinstance(item, dict):
+                pairs += [(f"{path} (a key)".strip(), key) for key in item]
+            stack += [(part, where, depth + 1) for where, part in reversed(pairs)]
+
+
+def _lone(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _shown(text: str) -> str:
+    """Spell a key so that every store of ours holds it, and not at any length."""
+    return json.dumps(text)[1:-1][:80]
