@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from pydantic import Field
 from durable.clock import database_now
 from migrations_app import queries, services
 from migrations_app.domain.phases import ENDED
+from migrations_app.dry_run import dry_run, paced
 from migrations_app.models import TenantMigration
 from tenants.api import Error, Moment, NotFound, PageOut, Reason, Slug, find, page, require
 from tenants.domain.roles import Role
@@ -65,20 +67,52 @@ class QuoteOut(Schema):
     budget: float
 
 
-class StartIn(Schema):
+class PlanIn(Schema):
     tenant: Slug
     target_cell: Slug
     target_store: Slug
-    reason: Reason
     # False: the fence closes when somebody says so.
     automatic: bool = False
     fence_not_before: Moment | None = None
     budget_seconds: Seconds = 150.0
     drain_bound_seconds: Seconds = 60.0
     soak_seconds: Seconds = 72 * 3600.0
-    # Sessions per second; null is as fast as both stores allow.
+    # One at most of these three; null is as fast as both stores allow. Sessions per second,
     pace_per_second: Seconds | None = None
+    # when the first pass should be through,
+    finish_by: Moment | None = None
+    # or rows per second that the target may be asked to write.
+    rows_per_second: Seconds | None = None
+    # True: all compared equal, it waits for a person's word before TARGET.
+    flip_by_hand: bool = False
     offboard_automatically: bool = False
+
+
+class StartIn(PlanIn):
+    reason: Reason
+
+
+class ToldOut(Schema):
+    """One phase of a dry run."""
+
+    phase: str
+    text: str
+
+
+class DryRunOut(Schema):
+    # Why it would not start; empty where it would.
+    refusals: list[str]
+    lines: list[ToldOut]
+    ways_back: list[ToldOut]
+    # Sessions per second, and where the figure of an unhindered copy comes from.
+    per_second: float | None
+    measured: str
+    # When the first pass would be through, and how much later than chosen that is (seconds).
+    through_at: datetime | None
+    late_seconds: float
+    # How long the fence would stay closed (seconds). Null: a store did not answer.
+    fence_expected: float | None
+    fence_worst: float | None
 
 
 class ActIn(Schema):
@@ -117,16 +151,41 @@ def moves(
 def start(request: HttpRequest, body: StartIn) -> Status[dict[str, Any]]:
     """Start a move."""
     actor = require(request, Role.OPERATOR)
-    options = body.dict(exclude={"tenant", "target_cell", "target_store"})
+    tenant, places = _planned(body)
     move = services.start(
-        find(Tenant, "tenant", slug=body.tenant),
-        target_cell=find(Cell, "cell", slug=body.target_cell),
-        target_store=find(Store, "store", key=body.target_store),
+        tenant,
+        **places,
         by=actor.name,
+        reason=body.reason,
         now=database_now(),
-        **options,
+        **paced(tenant, **_options(body)),
     )
     return Status(201, _out(move))
+
+
+@router.post("/dry-run", response={200: DryRunOut, **REFUSALS})
+def tell(request: HttpRequest, body: PlanIn) -> dict[str, Any]:
+    """Tell what starting this move would do, phase by phase; writes nothing."""
+    require(request, Role.OPERATOR)
+    tenant, places = _planned(body)
+    told = dry_run(tenant, **places, now=database_now(), **_options(body))
+    return {
+        **asdict(replace(told, checks=None, fence=None)),
+        "fence_expected": told.fence.expected if told.fence else None,
+        "fence_worst": told.fence.worst if told.fence else None,
+    }
+
+
+def _planned(body: PlanIn) -> tuple[Tenant, dict[str, Any]]:
+    """Find the tenant and where it should go."""
+    return find(Tenant, "tenant", slug=body.tenant), {
+        "target_cell": find(Cell, "cell", slug=body.target_cell),
+        "target_store": find(Store, "store", key=body.target_store),
+    }
+
+
+def _options(body: PlanIn) -> dict[str, Any]:
+    return body.dict(exclude={"tenant", "target_cell", "target_store", "reason"})
 
 
 @router.get("/{pk}", response={200: MoveOut, **REFUSALS})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from django.db.models import Q
 
@@ -203,14 +204,25 @@ def dry_run(
     )
 
 
-def pace_of_budget(tenant: Tenant, rows_per_second: float) -> float | None:
-    """Return the pace (sessions/s) that keeps a store's writes within so many rows per second.
+def paced(
+    tenant: Tenant,
+    *,
+    rows_per_second: float | None = None,
+    pace_per_second: float | None = None,
+    finish_by: datetime | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return the options of `services.start`, with the pace that a write budget allows.
 
-    Looks at how many events the tenant's sessions have. None: it has no sessions.
+    `rows_per_second` is what the target may be asked to write. Looks at the source for how many
+    events a session has. Raises InvalidOption, or what the store says.
     """
-    store = tenant.placement.store
-    with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
-        return _of_budget(rows_per_second, port.survey())
+    check_rows(rows_per_second, pace_per_second, finish_by)
+    if rows_per_second is not None:
+        store = tenant.placement.store
+        with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
+            pace_per_second = _of_budget(rows_per_second, port.survey())
+    return {**options, "pace_per_second": pace_per_second, "finish_by": finish_by}
 
 
 def check_rows(

@@ -19,6 +19,7 @@ from durable.clock import database_now
 from durable.errors import Refused
 from migrations_app import figures, queries, services
 from migrations_app.domain.phases import Phase
+from migrations_app.dry_run import dry_run, paced
 from migrations_app.models import Mismatch, TenantMigration
 from migrations_app.panels import dialogs, lists, rows
 from migrations_app.panels import diff as diff_panel
@@ -28,7 +29,6 @@ from migrations_app.panels import progress as progress_panel
 from migrations_app.panels.lists import MovesFilter
 from migrations_app.panels.seen import Seen
 from migrations_app.panels.seen import seen as read_move
-from migrations_app.preflight import Preflight, preflight
 from tenants import panels as tenants_panels
 from tenants.domain.roles import Role
 from tenants.domain.words import counted
@@ -465,7 +465,11 @@ class NewMove(forms.Form):
     budget_seconds = forms.FloatField(initial=150)
     drain_bound_seconds = forms.FloatField(initial=60)
     soak_hours = forms.FloatField(initial=72)
+    # At most one of these three; the service says so.
     pace_per_second = forms.FloatField(required=False)
+    finish_by = forms.DateTimeField(required=False)
+    rows_per_second = forms.FloatField(required=False)
+    flip_by_hand = forms.BooleanField(required=False)
     offboard = forms.ChoiceField(choices=[("confirm", ""), ("automatic", "")], initial="confirm")
     reason = forms.CharField(
         max_length=500,
@@ -473,16 +477,18 @@ class NewMove(forms.Form):
     )
 
     def options(self) -> dict[str, Any]:
-        """Return the service's arguments besides tenant, cell, store and who."""
+        """Return what is told and started alike: all but tenant, cell, store, who and why."""
         given = self.cleaned_data
         return {
-            "reason": given["reason"],
             "automatic": given["start_fence"] == "fits",
             "fence_not_before": given["fence_not_before"],
             "budget_seconds": given["budget_seconds"],
             "drain_bound_seconds": given["drain_bound_seconds"],
             "soak_seconds": given["soak_hours"] * 3600,
             "pace_per_second": given["pace_per_second"],
+            "finish_by": given["finish_by"],
+            "rows_per_second": given["rows_per_second"],
+            "flip_by_hand": given["flip_by_hand"],
             "offboard_automatically": given["offboard"] == "automatic",
         }
 
@@ -490,7 +496,7 @@ class NewMove(forms.Form):
 @require_http_methods(["GET", "HEAD", "POST"])
 @access(Role.OPERATOR)
 def new_move(request: HttpRequest) -> HttpResponse:
-    """Choose a tenant, then where it goes; look at both stores, then start."""
+    """Choose a tenant, then where it goes; be told what would happen, then start."""
     given = request.POST if request.method == "POST" else request.GET
     slug = given.get("tenant", "").strip()
     context: dict[str, Any] = {"now": database_now(), "slug": slug}
@@ -513,21 +519,23 @@ def new_move(request: HttpRequest) -> HttpResponse:
     }
     if request.method != "POST":
         return _new_move_page(request, context)
-    if request.POST.get("act") == "look":
-        # Only the two places matter for looking; a reason may still be missing.
-        form.fields["reason"].required = False
+    telling = request.POST.get("act") != "start"
+    # A reason may still be missing while nothing is started.
+    form.fields["reason"].required = not telling
     if not form.is_valid():
         return _new_move_page(request, context, 409)
-    if request.POST.get("act") == "look":
-        return _new_move_page(request, context | {"found": _look(page, form)})
+    places = {name: form.cleaned_data[name] for name in ("target_cell", "target_store")}
     try:
+        if telling:
+            told = dry_run(page.tenant, **places, now=database_now(), **form.options())
+            return _new_move_page(request, context | {"told": told, "found": told.checks})
         started = services.start(
             page.tenant,
-            target_cell=form.cleaned_data["target_cell"],
-            target_store=form.cleaned_data["target_store"],
+            **places,
             by=request.user.get_username(),
+            reason=form.cleaned_data["reason"],
             now=database_now(),
-            **form.options(),
+            **paced(page.tenant, **form.options()),
         )
     except Refused as refusal:
         return _new_move_page(request, context | {"refused": said(refusal)}, 409)
@@ -558,14 +566,3 @@ def _given(form: NewMove) -> dict[str, Any]:
         name: f"{value:g}" if isinstance(value, int | float) else value or ""
         for name, value in values.items()
     }
-
-
-def _look(page: tenants_panels.TenantPage, form: NewMove) -> Preflight:
-    return preflight(
-        page.tenant,
-        source_cell=page.placement.cell,
-        source_store=page.placement.store,
-        target_cell=form.cleaned_data["target_cell"],
-        target_store=form.cleaned_data["target_store"],
-        now=database_now(),
-    )

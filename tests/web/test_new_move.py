@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
@@ -27,6 +28,8 @@ FORM = {
     "drain_bound_seconds": "60",
     "soak_hours": "72",
     "pace_per_second": "",
+    "finish_by": "",
+    "rows_per_second": "",
     "offboard": "confirm",
     "reason": "a store of its own",
     "act": "start",
@@ -122,15 +125,115 @@ def test_by_htmx_the_page_goes_to_the_move(
     assert answer["HX-Redirect"] == reverse("move", args=[TenantMigration.objects.get().pk])
 
 
-def test_looking_shows_every_check_and_starts_nothing(
-    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+@pytest.mark.parametrize("headers", [HTMX, {}], ids=["by htmx", "without a script"])
+def test_a_dry_run_tells_every_phase_and_starts_nothing(
+    headers: dict[str, str], here: make.Cast, people: People, stores: tuple[Raw, Raw]
 ) -> None:
-    answer = people.operator.post(NEW, FORM | {"act": "look", "reason": ""}, headers=HTMX)
+    given = FORM | {"act": "dry_run", "reason": "", "start_fence": "fits"}
+    answer = people.operator.post(NEW, given, headers=headers)
     html = answer.content.decode()
     assert answer.status_code == 200
+    assert ("<html" in html) == (headers == {})
     assert "10 sessions of 3 users" in html
-    assert "All green" in html
-    assert "<html" not in html
+    assert "Nothing red" in html
+    assert "Would start" in html
+    for phase in ("PREPARE", "BACKFILL", "DRAIN", "DELTA", "VERIFY", "TARGET", "SOAK", "OFFBOARD"):
+        assert f"<b>{phase}</b>" in html
+    # What follows from the form stands before its button.
+    foot, button = html.index("the copy is through at"), html.index('id="start"')
+    assert foot < button
+    assert not TenantMigration.objects.exists()
+
+
+def test_nothing_is_started_by_a_form_that_does_not_say_so(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    given = {name: value for name, value in FORM.items() if name != "act"}
+    assert people.operator.post(NEW, given).status_code == 200
+    assert not TenantMigration.objects.exists()
+
+
+def test_the_first_button_is_the_dry_run_until_one_was_told(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    """Enter in a field presses the first; the one that stands out is the next step."""
+
+    def button(html: str, name: str) -> str:
+        found = re.search(rf'<button[^>]*id="{name}"[^>]*>', html)
+        assert found
+        return found.group()
+
+    before = people.operator.get(NEW, {"tenant": "acme"}).content.decode()
+    assert before.index('id="tell"') < before.index('id="start"')
+    assert "primary" in button(before, "tell")
+    assert "primary" not in button(before, "start")
+    after = people.operator.post(NEW, FORM | {"act": "dry_run"}).content.decode()
+    assert "primary" in button(after, "start")
+    assert "primary" not in button(after, "tell")
+
+
+def test_a_dry_run_names_every_reason_against_the_move(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    _, target = stores
+    target.make_tables("env:STORE_EU1_B", "support.acme")
+    target.seed("support.acme", sessions=2, users=1)
+    html = people.operator.post(NEW, FORM | {"act": "dry_run"}).content.decode()
+    assert "Would not start" in html
+    assert "it holds support.acme already (2 sessions)" in html
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("pace_per_second", "4"), ("finish_by", "2031-03-12T03:30"), ("rows_per_second", "20")],
+)
+def test_what_was_chosen_is_in_sight_and_the_rest_is_folded(
+    field: str, value: str, here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    plain = people.operator.get(NEW, {"tenant": "acme"}).content.decode()
+    assert plain.count("<details>") == 3
+    given = FORM | {"act": "dry_run", field: value}
+    html = people.operator.post(NEW, given).content.decode()
+    assert html.count("<details open>") == 1
+    assert f'value="{value}"' in html
+
+
+def test_a_write_budget_becomes_the_pace_that_it_allows(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    """A session of three events is four rows."""
+    people.operator.post(NEW, FORM | {"rows_per_second": "20"})
+    move = TenantMigration.objects.get()
+    assert (move.pace_per_second, move.finish_by) == (5.0, None)
+
+
+def test_a_finish_time_and_a_flip_by_hand_are_kept(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    soon = database_now() + timedelta(hours=3)
+    given = FORM | {"finish_by": f"{soon:%Y-%m-%dT%H:%M}", "flip_by_hand": "on"}
+    people.operator.post(NEW, given)
+    move = TenantMigration.objects.get()
+    assert move.finish_by is not None
+    assert abs((move.finish_by - soon).total_seconds()) < 60
+    assert (move.pace_per_second, move.flip_by_hand) == (None, True)
+
+
+@pytest.mark.parametrize("act", ["dry_run", "start"])
+@pytest.mark.parametrize(
+    "two",
+    [
+        {"pace_per_second": "4", "rows_per_second": "20"},
+        {"pace_per_second": "4", "finish_by": "2031-03-12T03:30"},
+    ],
+    ids=["rows", "time"],
+)
+def test_two_ways_to_say_how_fast_are_refused(
+    act: str, two: dict[str, str], here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    answer = people.operator.post(NEW, FORM | two | {"act": act})
+    assert answer.status_code == 409
+    assert "choose one" in answer.content.decode()
     assert not TenantMigration.objects.exists()
 
 
@@ -203,6 +306,10 @@ def test_a_tenant_that_is_moving_is_sent_to_its_move(
         ("drain_bound_seconds", "200", "up to the fence budget"),
         ("soak_hours", "-1", "choose 0 seconds to 90 days"),
         ("pace_per_second", "0", "choose 0.01 to 100,000"),
+        ("rows_per_second", "0", "choose 1 to 10,000,000"),
+        ("rows_per_second", "many", "Enter a number, for example 2000"),
+        ("finish_by", "2020-01-01T03:30", "not in the next 90 days"),
+        ("finish_by", "tonight", "Enter a date and a time"),
         ("fence_not_before", "tonight", "Enter a date and a time"),
         ("tenant", "nobody", "There is no tenant “nobody”."),
     ],

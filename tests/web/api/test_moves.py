@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,31 @@ def test_a_number_that_is_no_mismatchs_id_is_refused(cast: make.Cast, operator: 
     for number in (0, -1, 2**63):
         answer = operator.post(f"/ops/moves/{move.pk}/recopy", {"mismatches": [number]})
         assert answer.status_code == 422
+
+
+@pytest.mark.usefixtures("stores")
+def test_a_dry_run_tells_a_program_what_would_happen(operator: Any) -> None:
+    asked = {**ASKED, "finish_by": f"{database_now() + timedelta(hours=1):%Y-%m-%dT%H:%M:%SZ}"}
+    answer = operator.post("/ops/moves/dry-run", asked)
+    assert answer.status_code == 200
+    told = answer.json()
+    assert (told["refusals"], told["late_seconds"]) == ([], 0.0)
+    assert [line["phase"] for line in told["lines"]][1] == "BACKFILL"
+    assert told["lines"][1]["text"].startswith("2 sessions of 1 user, at ")
+    assert told["fence_worst"] >= told["fence_expected"] > 0
+    assert not TenantMigration.objects.exists()
+
+
+@pytest.mark.usefixtures("stores")
+def test_a_program_may_give_a_write_budget_or_a_finish_time(operator: Any) -> None:
+    both = {**ASKED, "rows_per_second": 40, "pace_per_second": 4}
+    assert operator.post("/ops/moves", both).status_code == 409
+    assert operator.post("/ops/moves/dry-run", both).status_code == 409
+    assert operator.post("/ops/moves", {**ASKED, "rows_per_second": 40}).status_code == 201
+    move = TenantMigration.objects.get()
+    assert (move.pace_per_second, move.finish_by) == (10.0, None)
+
+
+@pytest.mark.usefixtures("stores")
+def test_only_operators_may_ask_for_a_dry_run(viewer: Any) -> None:
+    assert viewer.post("/ops/moves/dry-run", ASKED).status_code == 403
