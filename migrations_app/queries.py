@@ -32,9 +32,9 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
         copy_rate=move.copy_rate,
         verify_rate=move.verify_rate,
         shared_rate=move.shared_rate,
-        # DELTA reads the source's stamps, VERIFY the target's; the mark is taken at closing and
-        # again at the end.
-        scan_seconds=2 * (move.scan_seconds or 0) + 2 * (move.mark_seconds or 0),
+        # DELTA reads the source's stamps and adds up its mark, VERIFY reads the target's; the mark
+        # is taken once more at the end.
+        scan_seconds=2 * (move.scan_seconds or 0) + (move.mark_seconds or 0),
     )
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from datetime import datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
 from django import forms
-from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.http import (
+    Http404,
+    HttpRequest,
+    HttpResponse,
+    HttpResponseBase,
+    JsonResponse,
+    StreamingHttpResponse,
+)
 from django.shortcuts import redirect, render
 from django.urls import reverse
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
@@ -19,14 +26,17 @@ from durable.clock import database_now
 from durable.errors import Refused
 from migrations_app import figures, queries, services
 from migrations_app.domain.phases import Phase
+from migrations_app.domain.verbs import words
 from migrations_app.dry_run import dry_run, paced
 from migrations_app.models import Mismatch, TenantMigration
 from migrations_app.panels import dialogs, lists, rows
 from migrations_app.panels import diff as diff_panel
 from migrations_app.panels import fence as fence_panel
 from migrations_app.panels import head as head_panel
+from migrations_app.panels import mismatches as mismatch_panel
 from migrations_app.panels import progress as progress_panel
 from migrations_app.panels.lists import MovesFilter
+from migrations_app.panels.mismatches import MismatchFilter
 from migrations_app.panels.seen import Seen
 from migrations_app.panels.seen import seen as read_move
 from tenants import panels as tenants_panels
@@ -44,7 +54,9 @@ Read = Callable[[Seen, datetime], Any]
 def _fence(seen: Seen, now: datetime) -> fence_panel.FencePanel | None:
     # Before anything was counted or timed a quote would be a guess.
     ahead = seen.phase == Phase.BACKFILL and seen.move.passes > 0 and not seen.aborting
-    quote = queries.fence_quote(seen.move, now=now) if ahead else None
+    closing = seen.phase == Phase.REVERSE_DRAIN and seen.move.fence_closed_at is None
+    asked = ahead or closing or seen.phase == Phase.SOAK
+    quote = queries.fence_quote(seen.move, now=now) if asked else None
     return fence_panel.fence(seen, quote, now=now)
 
 
@@ -57,7 +69,7 @@ PANELS: dict[str, Read] = {
     "fence": _fence,
     "instances": lambda seen, now: fence_panel.instances(seen, now=now),
     "checks": lambda seen, now: rows.checks(seen),
-    "mismatches": lambda seen, now: rows.mismatches(seen),
+    "mismatches": lambda seen, now: mismatch_panel.mismatches(seen, MismatchFilter()),
     "log": lambda seen, now: rows.log(seen),
     "samples": lambda seen, now: rows.sample_rows(seen),
 }
@@ -71,9 +83,17 @@ def _version(seen: Seen, panel: Any) -> str:
     return f"{zlib.crc32(repr((seen.every, panel)).encode()):08x}"
 
 
+def _read(request: HttpRequest, name: str, seen: Seen, now: datetime) -> Any:
+    """Read a panel. The one table with a filter keeps it: from the address, or from its form."""
+    if name == "mismatches":
+        given = request.POST if request.method == "POST" else request.GET
+        return mismatch_panel.mismatches(seen, mismatch_panel.wanted(given))
+    return PANELS[name](seen, now)
+
+
 def _panel(request: HttpRequest, pk: int, name: str, **more: Any) -> HttpResponse:
     now, seen = database_now(), _seen(pk)
-    panel = PANELS[name](seen, now)
+    panel = _read(request, name, seen, now)
     return fragment(
         request,
         f"migrations_app/_{name}.html",
@@ -86,7 +106,7 @@ def _panel(request: HttpRequest, pk: int, name: str, **more: Any) -> HttpRespons
 
 def _page(request: HttpRequest, seen: Seen, *, refused: str = "") -> HttpResponse:
     now = database_now()
-    found = {name: read(seen, now) for name, read in PANELS.items()}
+    found = {name: _read(request, name, seen, now) for name in PANELS}
     context = {
         "now": now,
         "seen": seen,
@@ -221,12 +241,24 @@ def _ask(request: HttpRequest, pk: int, verb: str, call: Callable[..., Any]) -> 
         else:
             return _done(request, seen.move, verb)
     now = database_now()
-    quote = queries.fence_quote(seen.move, now=now) if verb == "close_fence" else None
+    return _dialog(request, seen, dialogs.dialog(seen, verb, now=now), refused, now)
+
+
+def _dialog(
+    request: HttpRequest,
+    seen: Seen,
+    dialog: dialogs.Dialog,
+    refused: str,
+    now: datetime,
+    rows: Sequence[int] = (),
+) -> HttpResponse:
+    """Draw a dialog's form: for htmx alone, otherwise as a page of its own."""
     context = {
         "now": now,
         "seen": seen,
         "move": seen.move,
-        "dialog": dialogs.dialog(seen, verb, quote=quote, now=now),
+        "dialog": dialog,
+        "ids": ",".join(str(pk) for pk in rows),
         "url": request.path,
         "refused": refused,
         "given": request.POST,
@@ -239,7 +271,7 @@ def _done(request: HttpRequest, move: TenantMigration, verb: str) -> HttpRespons
     """Answer an act that was accepted: panels look at once, and the page says so."""
     if not request.htmx:
         return redirect("move", pk=move.pk)
-    text = f"{verb.replace('_', ' ').capitalize()} of {move} {move.tenant} was accepted."
+    text = f"{words(verb, move.phase)}, {move} {move.tenant}: asked for."
     response = render(request, "migrations_app/_done.html", {"text": text})
     response.headers["HX-Trigger"] = "moved"
     return response
@@ -296,6 +328,55 @@ def leave_behind(request: HttpRequest, pk: int) -> HttpResponse:
     return _ask(request, pk, "leave_behind", services.leave_behind)
 
 
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def rollback(request: HttpRequest, pk: int) -> HttpResponse:
+    """Take the tenant back to the source."""
+    budget = request.POST.get("budget_seconds", "").strip()
+    call = partial(services.rollback, budget_seconds=_number(budget) if budget else None)
+    return _ask(request, pk, "rollback", call)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def cancel_rollback(request: HttpRequest, pk: int) -> HttpResponse:
+    """Take a rollback back before its fence closes."""
+    return _ask(request, pk, "cancel_rollback", services.cancel_rollback)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def flip(request: HttpRequest, pk: int) -> HttpResponse:
+    """Give the word for TARGET."""
+    return _ask(request, pk, "flip", services.flip)
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def set_pace(request: HttpRequest, pk: int) -> HttpResponse:
+    """Change how fast BACKFILL copies."""
+    return _ask(request, pk, "set_pace", partial(_set_pace, given=request.POST))
+
+
+def _set_pace(
+    move: TenantMigration, *, given: Mapping[str, str], now: datetime, **asked: Any
+) -> None:
+    """Read what was typed and change the pace. Raises InvalidOption for what is no time."""
+    pace, finish = (given.get(name, "").strip() for name in ("pace_per_second", "finish_by"))
+    try:
+        # The field is labelled UTC.
+        finish_by = datetime.fromisoformat(finish).replace(tzinfo=UTC) if finish else None
+    except ValueError:
+        raise services.InvalidOption(f"{finish!r} is no date and time.") from None
+    services.set_pace(
+        move,
+        pace_per_second=_number(pace) if pace else None,
+        finish_by=finish_by,
+        now=now,
+        **asked,
+    )
+
+
 def _number(text: str) -> float:
     """Return the number in a field; 0, which no service takes, where there is none."""
     try:
@@ -334,21 +415,19 @@ def resume(request: HttpRequest, pk: int) -> HttpResponse:
     return _at_once(request, pk, "head", call)
 
 
-@require_POST
-@access(Role.OPERATOR)
-def recopy(request: HttpRequest, pk: int) -> HttpResponse:
-    """Repair the chosen mismatches, or all of them."""
+# --- mismatches ---------------------------------------------------------
 
+
+def _chosen(request: HttpRequest, seen: Seen) -> list[int]:
+    """Return the rows that the table's form means."""
+    return mismatch_panel.chosen(seen, request.POST, request.POST.getlist("mismatch"))
+
+
+def _repair(request: HttpRequest, pk: int, verb: Callable[..., Any]) -> HttpResponse:
     def call(seen: Seen) -> None:
-        chosen = [
-            int(text)
-            for text in request.POST.getlist("mismatch")
-            # Longer ones are no id that a database holds, nor a number that int() takes.
-            if text.isdecimal() and len(text) < 19
-        ]
-        services.recopy(
+        verb(
             seen.move,
-            mismatch_ids=rows.repairable(seen) if request.POST.get("all") else chosen,
+            mismatch_ids=_chosen(request, seen),
             by=request.user.get_username(),
             seen=request.POST.get("seen"),
             now=database_now(),
@@ -357,25 +436,73 @@ def recopy(request: HttpRequest, pk: int) -> HttpResponse:
     return _at_once(request, pk, "mismatches", call)
 
 
+@require_POST
+@access(Role.OPERATOR)
+def recopy(request: HttpRequest, pk: int) -> HttpResponse:
+    """Repair the chosen mismatches, or all of them."""
+    return _repair(request, pk, services.recopy)
+
+
+@require_POST
+@access(Role.OPERATOR)
+def reconcile_users(request: HttpRequest, pk: int) -> HttpResponse:
+    """Write the shared state of the chosen rows' users by value again."""
+    return _repair(request, pk, services.reconcile_users)
+
+
+@require_POST
+@access(Role.OPERATOR)
+def accept(request: HttpRequest, pk: int) -> HttpResponse:
+    """Let the chosen differences stay; asks for the reason first, when none came along."""
+    seen, refused = _seen(pk), ""
+    chosen = _chosen(request, seen)
+    if "reason" in request.POST:
+        try:
+            services.accept(
+                seen.move,
+                mismatch_ids=chosen,
+                by=request.user.get_username(),
+                reason=request.POST["reason"].strip(),
+                seen=request.POST.get("seen"),
+                now=database_now(),
+            )
+        except Refused as refusal:
+            refused, seen = said(refusal), _seen(pk)
+        else:
+            return _done(request, seen.move, "accept")
+    found = list(seen.move.mismatches.filter(pk__in=chosen, resolved_at=None, accepted_at=None))
+    if request.POST.get("all"):
+        # Of all that the table shows, those that may stay; what was ticked is asked as it is.
+        found = [row for row in found if queries.acceptable(seen.move, row)]
+    if not found and not refused:
+        refused = "Tick the rows that may stay first. Nothing was changed."
+    dialog = dialogs.accept_dialog(seen, found)
+    return _dialog(request, seen, dialog, refused, database_now(), [row.pk for row in found])
+
+
 @require_safe
 @access(Role.OPERATOR)
 def mismatch(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponse:
     """Both sides of one mismatch. Values may be secrets, so viewers don't see them."""
-    seen = _seen(pk)
-    row = seen.move.mismatches.filter(pk=mismatch_pk).first()
-    if row is None:
-        raise Http404(f"{seen.move} has no mismatch {mismatch_pk}.")
+    seen, row = _mismatch(pk, mismatch_pk)
     diff, refused = _diff(seen.move, row)
     context = {
         "now": database_now(),
         "seen": seen,
         "move": seen.move,
-        "line": rows.mismatch_line(row),
-        "resolved_at": row.resolved_at,
+        "line": mismatch_panel.mismatch_line(seen, row),
         "diff": diff,
         "refused": refused,
     }
     return render(request, "migrations_app/mismatch.html", context)
+
+
+def _mismatch(pk: int, mismatch_pk: int) -> tuple[Seen, Mismatch]:
+    seen = _seen(pk)
+    row = seen.move.mismatches.filter(pk=mismatch_pk).first()
+    if row is None:
+        raise Http404(f"{seen.move} has no mismatch {mismatch_pk}.")
+    return seen, row
 
 
 def _diff(move: TenantMigration, row: Mismatch) -> tuple[diff_panel.Diff | None, str]:
@@ -383,6 +510,40 @@ def _diff(move: TenantMigration, row: Mismatch) -> tuple[diff_panel.Diff | None,
         return diff_panel.diff(move, row), ""
     except Refused as refusal:
         return None, str(refusal)
+
+
+@require_safe
+@access(Role.OPERATOR)
+def versions(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponseBase:
+    """Both versions of one mismatch, as a file."""
+    seen, row = _mismatch(pk, mismatch_pk)
+    return _file(request, seen, [row], f"{seen.move}-{row.pk}-both-versions.json")
+
+
+@require_safe
+@access(Role.OPERATOR)
+def late_versions(request: HttpRequest, pk: int) -> HttpResponseBase:
+    """Both versions of every late write, in one file."""
+    seen = _seen(pk)
+    late = queries.late_writes(seen.move).iterator(chunk_size=100)
+    return _file(request, seen, late, f"{seen.move}-late-writes.json")
+
+
+def _file(
+    request: HttpRequest, seen: Seen, found: Iterable[Mismatch], name: str
+) -> HttpResponseBase:
+    try:
+        pieces = diff_panel.versions(seen.move, found, now=database_now())
+    except Refused as refusal:
+        return _page(request, seen, refused=str(refusal))
+    return StreamingHttpResponse(
+        pieces,
+        content_type="application/json",
+        headers={
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "Cache-Control": "no-store",
+        },
+    )
 
 
 # --- lists ---------------------------------------------------------
@@ -448,8 +609,14 @@ def tenant_moves(request: HttpRequest, slug: str) -> HttpResponse:
 def tenant_moves_context(tenant: Tenant, now: datetime) -> dict[str, Any]:
     """Return what `_tenant_moves.html` draws."""
     lines = lists.moves_of(tenant, now=now)
-    live = next((line.move for line in lines if line.move.ended_at is None), None)
-    return {"now": now, "tenant": tenant, "move_lines": lines, "live_move": live}
+    live = next((line for line in lines if line.move.ended_at is None), None)
+    return {
+        "now": now,
+        "tenant": tenant,
+        "move_lines": lines,
+        "live_move": live.move if live else None,
+        "live_status": live.status if live else None,
+    }
 
 
 # --- a new move ---------------------------------------------------------

@@ -101,11 +101,12 @@ def tenant_list(request: HttpRequest) -> HttpResponse:
         page=_page_number(request),
     )
     found = tenants.tenants_page(wanted)
-    live = lists.live_move_of(line.tenant for line in found.lines)
+    now = database_now()
+    live = lists.live_states((line.tenant for line in found.lines), now=now)
     rows = [(line, live.get(line.tenant.pk)) for line in found.lines]
     template = "tenants/_tenants_table.html" if request.htmx else "tenants/tenants.html"
     context = {
-        "now": database_now(),
+        "now": now,
         "found": found,
         "rows": rows,
         "choices": tenants.choices(),

@@ -52,7 +52,8 @@ class Attention:
     kind: str
     key: str
     label: str
-    abortable: bool = False
+    # The words of the button that takes the way out; "": there is none.
+    way_out: str = ""
     # Rows to be looked at one by one; 0: none.
     review: int = 0
 

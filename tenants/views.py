@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from django.core.exceptions import PermissionDenied
-from django.http import Http404, HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
 from django.shortcuts import render
 from django.utils.cache import patch_vary_headers
 from django.views.decorators.http import require_safe
@@ -18,7 +18,7 @@ from tenants import panels, queries
 from tenants.domain.roles import Role, allows
 from tenants.domain.words import clock
 
-View = TypeVar("View", bound=Callable[..., HttpResponse])
+View = TypeVar("View", bound=Callable[..., HttpResponseBase])
 
 
 def access(role: Role) -> Callable[[View], View]:
@@ -30,7 +30,7 @@ def access(role: Role) -> Callable[[View], View]:
 
     def guard(view: View) -> View:
         @wraps(view)
-        def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
             held = queries.role_of(request.user)
             if not allows(held, role):
                 has = f"you are {held.value}" if held else "you have none yet"

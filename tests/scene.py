@@ -11,9 +11,10 @@ from typing import Any
 
 from django.contrib.auth.hashers import make_password
 from django.contrib.auth.models import Group, User
+from django.db import transaction
 
 from migrations_app.domain.mismatch import Looks
-from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.domain.phases import ENDED, FENCED, REVERSED, Phase
 from migrations_app.domain.quote import quote
 from migrations_app.models import Mismatch, MoveEvent, Sample, SessionStamp, TenantMigration
 from tenants import services
@@ -47,6 +48,10 @@ TOOK = {
     Phase.TARGET: (0.2, "Placement version 4: acme lives on store-eu1-b"),
     Phase.SOAK: (259_200.0, "The soak is over"),
     Phase.OFFBOARD: (42.0, "12,600 sessions deleted at store-eu1-a"),
+    Phase.REVERSE_DRAIN: (12.4, "Drained, store-eu1-b is closed"),
+    Phase.REVERSE_DELTA: (6.2, "240 sessions copied again"),
+    Phase.REVERSE_VERIFY: (18.9, "12,640 sessions of 1,851 users are equal on both sides"),
+    Phase.REVERSE_TARGET: (0.3, "Placement version 5: acme lives on store-eu1-a"),
 }
 LINE = (
     Phase.PREPARE,
@@ -59,6 +64,18 @@ LINE = (
     Phase.OFFBOARD,
     Phase.DONE,
 )
+
+
+BACK = (
+    Phase.REVERSE_DRAIN,
+    Phase.REVERSE_DELTA,
+    Phase.REVERSE_VERIFY,
+    Phase.REVERSE_TARGET,
+    Phase.ROLLED_BACK,
+)
+# How much of its soak was over when somebody rolled back (seconds).
+SOAKED = 39_600.0
+TOUCHED = 240
 
 
 @cache
@@ -143,7 +160,17 @@ def move(
         }
     )
     _log(row, phase, entered)
-    if phase in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET):
+    if phase in REVERSED:
+        with transaction.atomic():
+            services.place(
+                tenant,
+                cell=row.target_cell,
+                store=row.target_store,
+                by=row.started_by,
+                reason=f"{row}: {row.reason}",
+                now=entered[Phase.SOAK],
+            )
+    if phase in FENCED:
         close_entry(row)
     if entered.get(Phase.BACKFILL):
         _samples(row, entered[Phase.BACKFILL], entered.get(Phase.DRAIN, now))
@@ -152,26 +179,33 @@ def move(
 
 def close_entry(row: TenantMigration) -> None:
     """Let the tenant's policy entry be the closed fence's."""
-    entry = PolicyEntry.objects.get(tenant=row.tenant, cell=row.source_cell)
+    home = row.target_cell if row.phase in REVERSED else row.source_cell
+    entry = PolicyEntry.objects.get(tenant=row.tenant, cell=home)
     entry.accepts, entry.version = Accepts.NONE, row.fence_version or entry.version
     entry.save()
 
 
 def _times(phase: Phase, now: datetime, into: float) -> tuple[timedelta, dict[Phase, datetime]]:
-    way = LINE[: LINE.index(phase) + 1] if phase in LINE else LINE[:2]
-    before = way[:-1] if phase in LINE else way
-    total = sum(TOOK[done][0] for done in before) + (0.0 if phase == Phase.DONE else into)
+    if phase in BACK:
+        before = (*LINE[: LINE.index(Phase.SOAK) + 1], *BACK[: BACK.index(phase)])
+    else:
+        before = LINE[: LINE.index(phase)] if phase in LINE else LINE[:2]
+    took = {done: TOOK[done][0] for done in before}
+    if phase in BACK:
+        took[Phase.SOAK] = SOAKED
+    total = sum(took.values()) + (0.0 if phase in (Phase.DONE, Phase.ROLLED_BACK) else into)
     at, entered = now - timedelta(seconds=total), {}
     for done in before:
         entered[done] = at
-        at += timedelta(seconds=TOOK[done][0])
+        at += timedelta(seconds=took[done])
     entered[phase] = at
     return timedelta(seconds=total), entered
 
 
 def _columns(phase: Phase, entered: dict[Phase, datetime], now: datetime) -> dict[str, Any]:
     order = [*LINE, Phase.REOPEN, Phase.ABORTED]
-    past = order.index(phase)
+    # What the way back finds is a move that has soaked.
+    past = order.index(Phase.SOAK if phase in BACK else phase)
     found: dict[str, Any] = {"version": 10}
     if phase == Phase.PREPARE:
         greens = [{"name": name, "ok": True, "detail": detail} for name, detail in CHECKS[:6]]
@@ -232,19 +266,62 @@ def _columns(phase: Phase, entered: dict[Phase, datetime], now: datetime) -> dic
         found |= {"done": 5_200, "todo": SESSIONS, "stage": "copy", "changed": 371}
     if past >= order.index(Phase.DELTA) and Phase.DELTA in entered:
         found |= {"drained_at": entered[Phase.DELTA], "store_closed_at": entered[Phase.DELTA]}
-    if past >= order.index(Phase.SOAK) and phase in (Phase.SOAK, Phase.OFFBOARD, Phase.DONE):
+    if past >= order.index(Phase.SOAK) and Phase.SOAK in entered:
         found |= {
             "fence_opened_at": entered[Phase.SOAK],
             "placement_version": 4,
             "soak_until": entered[Phase.SOAK] + timedelta(hours=72),
             "stage": "",
+            "touched": TOUCHED,
+            "touched_at": now - timedelta(seconds=20),
         }
+    if phase in BACK:
+        found |= _way_back(phase, entered, now, found)
     if phase == Phase.OFFBOARD:
         found |= {"done": 4_100, "todo": SESSIONS, "deleted": 4_100}
     if phase == Phase.DONE:
         found |= {"deleted": SESSIONS, "ended_at": now}
     if phase == Phase.ABORTED:
         found |= {"ended_at": now, "stage": "clean"}
+    return found
+
+
+def _way_back(
+    phase: Phase, entered: dict[Phase, datetime], now: datetime, forward: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the columns of a rollback; the forward fence is one of the past."""
+    closed = entered[Phase.REVERSE_DRAIN]
+    times = {name: forward[name].isoformat() for name in ("fence_closed_at", "fence_opened_at")}
+    drained = entered.get(Phase.REVERSE_DELTA)
+    found: dict[str, Any] = {
+        "past_fences": [{"back": False, "quote": forward["quote"], **times}],
+        "rollback_requested_by": "operator-1",
+        "rollback_reason": "answers are slow since the cutover",
+        "touched_at": closed - timedelta(seconds=31),
+        "quote": quote(
+            changed=TOUCHED,
+            compare=TOUCHED,
+            users=214,
+            running_seconds=12.0,
+            copy_rate=40.0,
+            verify_rate=40.0,
+            shared_rate=400.0,
+            scan_seconds=1.9,
+        ).as_json(),
+        "fence_closed_at": closed,
+        "fence_version": 9,
+        "deadline_at": closed + timedelta(seconds=150),
+        "changed_at_drain": TOUCHED,
+        "drained_at": drained,
+        "store_closed_at": drained,
+        "fence_opened_at": None,
+    }
+    if phase == Phase.REVERSE_DELTA:
+        found |= {"done": 5_200, "todo": SESSIONS, "stage": "copy"}
+    if phase == Phase.REVERSE_VERIFY:
+        found |= {"done": 8_568, "todo": SESSIONS, "stage": "sessions"}
+    if phase == Phase.ROLLED_BACK:
+        found |= {"fence_opened_at": now, "back_placement_version": 5, "ended_at": now}
     return found
 
 
@@ -261,7 +338,13 @@ def _log(row: TenantMigration, phase: Phase, entered: dict[Phase, datetime]) -> 
     ]
     names = list(entered)
     for was, to in pairwise(names):
-        note = TOOK[was][1] if to in LINE else "The fence's budget is over: reopening on the source"
+        note = (
+            TOOK[was][1]
+            if to in (*LINE, *BACK)
+            else "The fence's budget is over: reopening on the source"
+        )
+        if to == Phase.REVERSE_DRAIN:
+            note = "Rolling back: expected 27.6s, at most 1m 15s"
         events.append(
             MoveEvent(subject=row, at=entered[to], who="mover", was=was, now=to, note=note)
         )
@@ -355,6 +438,44 @@ def mismatches(row: TenantMigration, *, now: datetime) -> list[Mismatch]:
             found_in=row.phase,
         )
         for index, (user, session, part, text, looks) in enumerate(said_so)
+    )
+
+
+def many_mismatches(row: TenantMigration, count: int, *, now: datetime) -> list[Mismatch]:
+    """Make open mismatches of a kind, a session each."""
+    return Mismatch.objects.bulk_create(
+        Mismatch(
+            move=row,
+            user_id=f"u-{index % 40:05}",
+            session_id=f"s-{index:05}",
+            part="events",
+            first_difference=f"event {index} of {index} is missing",
+            looks_like=Looks.FENCE_LEAK,
+            source_digest=f"{index:064x}",
+            target_digest=f"{index + 1:064x}",
+            found_at=now,
+            found_in=row.phase,
+        )
+        for index in range(count)
+    )
+
+
+def late_writes(row: TenantMigration, *, now: datetime) -> list[Mismatch]:
+    """Make two writes at the closed source, after the cutover."""
+    return Mismatch.objects.bulk_create(
+        Mismatch(
+            move=row,
+            user_id=f"u-{index}",
+            session_id=f"s-{index}",
+            part="events",
+            first_difference="written at the closed source after the cutover",
+            looks_like=Looks.LATE_WRITE,
+            source_digest=secrets.token_hex(32),
+            target_digest=secrets.token_hex(32),
+            found_at=now,
+            found_in=row.phase,
+        )
+        for index in range(2)
     )
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from migrations_app import queries
+from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
 from migrations_app.domain.quote import Quote
-from migrations_app.models import TenantMigration
+from migrations_app.models import Mismatch, TenantMigration
 from migrations_app.panels.seen import Seen
 from tenants import panels as tenants_panels
-from tenants.domain.words import clock, counted, duration, limit
+from tenants.domain.words import clock, counted, duration, elapsed, limit, rate
+from tenants.models import Cell
 
 
 @dataclass(frozen=True)
@@ -24,26 +29,36 @@ class Dialog:
     # The safe button names what goes on.
     safe: str
     danger: bool = False
-    # Asks for seconds (hold), or for the tenant's name to be typed (offboard).
+    # Asks for seconds (hold), for the tenant's name to be typed (offboard), for a budget
+    # (rollback) or for a pace.
     asks: str = ""
+    # What the field holds before anything was typed.
+    proposes: str = ""
+    # What has to be settled first; then the act can't be confirmed.
+    blocked: str = ""
 
 
-def dialog(seen: Seen, verb: str, *, quote: Quote | None, now: datetime) -> Dialog:
-    """Return the dialog of an act. `quote` is only needed for close_fence."""
+def dialog(seen: Seen, verb: str, *, now: datetime) -> Dialog:
+    """Return the dialog of an act."""
     build = {
         "abort": _abort_dialog,
         "pause": _pause_dialog,
+        "close_fence": _drain_dialog,
         "cancel_fence": _cancel_dialog,
         "hold_fence": _hold_dialog,
+        "set_pace": _pace_dialog,
+        "flip": _flip_dialog,
+        "rollback": _rollback_dialog,
+        "cancel_rollback": _cancel_rollback_dialog,
         "confirm_offboard": _offboard_dialog,
         "leave_behind": _leave_dialog,
     }
-    if verb == "close_fence":
-        return _drain_dialog(seen, quote, now)
     return build[verb](seen, now)
 
 
 def _abort_dialog(seen: Seen, now: datetime) -> Dialog:
+    if seen.going_back:
+        return _stop_dialog(seen, now)
     move = seen.move
     tenant, source = move.tenant, move.source_store
     if seen.fenced:
@@ -99,8 +114,7 @@ def _pause_dialog(seen: Seen, now: datetime) -> Dialog:
                 (
                     "If you wait",
                     f"At {clock(move.deadline_at, now)} the fence reaches its budget of"
-                    f" {limit(move.budget_seconds)}. The move then aborts by itself and reopens on"
-                    f" {move.source_store}.",
+                    f" {limit(move.budget_seconds)}. {_gives_up(seen)}",
                 )
             )
     elif seen.phase == Phase.SOAK:
@@ -135,25 +149,39 @@ def _pause_dialog(seen: Seen, now: datetime) -> Dialog:
     return Dialog("pause", title, tuple(lines), confirm, safe)
 
 
-def _drain_dialog(seen: Seen, quote: Quote | None, now: datetime) -> Dialog:
+def _gives_up(seen: Seen) -> str:
+    """Say what a move does by itself once its fence's budget is over."""
     move = seen.move
-    lines = tenants_panels.instance_lines(
-        move.source_cell, tenant=move.tenant, version=None, now=now
-    )
+    if seen.going_back:
+        return f"The rollback then stops by itself and reopens on {move.target_store}."
+    return f"The move then aborts by itself and reopens on {move.source_store}."
+
+
+def _refused(move: TenantMigration, cell: Cell, now: datetime) -> str:
+    """Say who will refuse new turns once the fence closes in a cell, and what goes on."""
+    lines = tenants_panels.instance_lines(cell, tenant=move.tenant, version=None, now=now)
     alive = [line for line in lines if line.state in ("alive", "silent", "joining")]
     flying = sum(line.in_flight for line in alive)
-    happens = (
-        "One more pass, if the last is not fresh. Then new turns of"
-        f" {move.tenant} get retry-after on all {counted(len(alive), 'instance')} of"
-        f" {move.source_cell}."
+    text = (
+        f"new turns of {move.tenant} get retry-after on all {counted(len(alive), 'instance')} of"
+        f" {cell}."
     )
-    happens += f" The {counted(flying, 'turn')} in flight go on." if flying else ""
+    return f"{text} The {counted(flying, 'turn')} in flight go on." if flying else text
+
+
+def _estimate(quote: Quote) -> str:
+    """Spell a quote with its arithmetic."""
+    parts = ", ".join(f"{part.name} {duration(part.expected)}" for part in quote.parts)
+    return f"{duration(quote.expected)}, at worst {duration(quote.worst)}: {parts}."
+
+
+def _drain_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    refused = _refused(move, move.source_cell, now)
+    happens = f"One more pass, if the last is not fresh. Then {refused}"
     if move.fence_not_before is not None and move.fence_not_before > now:
         happens += f" Not before {clock(move.fence_not_before, now)}, as this move was started."
-    estimate = "not known yet"
-    if quote is not None:
-        parts = ", ".join(f"{part.name} {duration(part.expected)}" for part in quote.parts)
-        estimate = f"{duration(quote.expected)}, at worst {duration(quote.worst)}: {parts}."
+    estimate = _estimate(queries.fence_quote(move, now=now))
     return Dialog(
         "close_fence",
         "Close the fence and start the drain?",
@@ -206,11 +234,208 @@ def _hold_dialog(seen: Seen, now: datetime) -> Dialog:
             ),
             ("Kept", f"All {counted(move.sessions, 'session')} on both sides."),
             ("Thrown away", "Nothing."),
-            ("Undo", "Abort reopens at once. The deadline moves only this once."),
+            (
+                "Undo",
+                f"{'Stop rollback' if seen.going_back else 'Abort'} reopens at once. The deadline"
+                " moves only this once.",
+            ),
         ),
         "Hold the fence",
         f"Reopen at {deadline}",
         asks="seconds",
+    )
+
+
+def _rollback_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    tenant, source, target = move.tenant, move.source_store, move.target_store
+    quote = queries.fence_quote(move, now=now)
+    over = quote.worst > move.budget_seconds
+    if move.touched_at is None:
+        touched = "Not looked at yet: SOAK looks once a minute. The estimate counts what runtimes"
+        touched += " said they served."
+    else:
+        touched = f"{counted(move.touched or 0, 'session')} written, born or deleted on {target},"
+        touched += f" counted at {clock(move.touched_at, now)}."
+    if seen.soak_over(now):
+        left = f"None: it is over. The copy on {source} is still there."
+    elif move.soak_until is None:
+        left = "It has not begun."
+    else:
+        left = f"{elapsed((move.soak_until - now).total_seconds())}, until"
+        left += f" {clock(move.soak_until, now)}. Afterwards only a new move leads back."
+    fits = f"The fence may stay closed for {limit(move.budget_seconds)}"
+    lines = (
+        (
+            "Happens now",
+            f"The fence closes on {target}: {_refused(move, move.target_cell, now)} What was"
+            f" touched since the cutover is carried back, deletes too; every session is compared."
+            f" Then {tenant} is served on {source}, in {move.source_cell}.",
+        ),
+        ("Estimated fence", _estimate(quote)),
+        ("Touched", touched),
+        ("Soak left", left),
+        (
+            "Stops itself",
+            f"{fits}, drain included up to {limit(move.drain_bound_seconds)}. Past it {tenant}"
+            f" stays on {target}, and its soak begins anew.",
+        ),
+        (
+            "Kept",
+            f"Every session, with all that {tenant} wrote since. The copy on {target} stays, closed"
+            " to agents.",
+        ),
+        (
+            "Thrown away",
+            f"On {source}: the state of the touched sessions as it was at the cutover. Calls that"
+            " tools made since are not undone.",
+        ),
+        ("Undo", "Stop rollback, until REVERSE_TARGET. Afterwards a new move."),
+    )
+    blocked = "" if seen.phase == Phase.SOAK else "Roll back opens in SOAK."
+    if late := seen.late_writes:
+        blocked = f"{counted(late, 'late write')} at the closed {source} must be settled first:"
+        blocked += " download both versions, then accept the tenant's own."
+    return Dialog(
+        "rollback",
+        f"Roll {tenant} back to {source}?",
+        lines,
+        "Roll back to source",
+        "Stay on target",
+        danger=True,
+        asks="budget" if over else "",
+        # Room to spare: sessions go on being touched until the fence closes.
+        proposes=str(min(3600, math.ceil(quote.worst * 1.25))) if over else "",
+        blocked=blocked,
+    )
+
+
+def _cancel_rollback_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    return Dialog(
+        "cancel_rollback",
+        f"Take back the rollback of {move.tenant}?",
+        (
+            (
+                "Happens now",
+                f"The fence stays open. {move.tenant} goes on being served on {move.target_store};"
+                " the soak goes on.",
+            ),
+            ("Kept", f"Both sides as they are; {move.source_store} stays closed."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Roll back, at any time in SOAK."),
+        ),
+        "Take back, stay on target",
+        "Let it roll back",
+    )
+
+
+def _stop_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    tenant, target = move.tenant, move.target_store
+    opens = "The fence opens" if seen.fenced else "The fence stays open"
+    return Dialog(
+        "abort",
+        f"Stop the rollback and keep {tenant} on {target}?",
+        (
+            (
+                "Happens now",
+                f"{opens}: {tenant} is served on {target} within one poll (250ms). Its soak begins"
+                f" anew, {limit(move.soak_seconds)}.",
+            ),
+            (
+                "Kept",
+                f"Everything on {target}. What was carried back to {move.source_store} stays there,"
+                " closed to agents.",
+            ),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Roll back, once the soak runs."),
+        ),
+        "Stop rollback, stay on target",
+        "Keep rolling back",
+    )
+
+
+def _flip_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    when = "now" if seen.waits_for_flip else "as soon as every session is equal"
+    return Dialog(
+        "flip",
+        f"Flip {move.tenant} to {move.target_store}?",
+        (
+            (
+                "Happens now" if seen.waits_for_flip else "Happens then",
+                f"{move.tenant} is served on {move.target_store}, in {move.target_cell}, {when}."
+                " The fence opens.",
+            ),
+            ("Kept", f"Every session on {move.source_store}, closed and whole through SOAK."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Roll back, in SOAK. Abort ends at TARGET."),
+            (
+                "If you wait",
+                f"At {clock(move.deadline_at, now)} {_gives_up(seen)[0].lower()}"
+                f"{_gives_up(seen)[1:]}",
+            ),
+        ),
+        "Flip to target",
+        "Keep fence closed",
+    )
+
+
+def _pace_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    if move.finish_by is not None:
+        present = f"Through by {clock(move.finish_by, now)} UTC."
+    elif move.pace_per_second:
+        present = f"At {rate(move.pace_per_second)}."
+    else:
+        present = "As fast as both stores allow."
+    left = max(move.todo - move.done, 0)
+    ahead = f"{counted(left, 'session')} of this pass are ahead." if left else ""
+    return Dialog(
+        "set_pace",
+        f"Change the pace of {move}?",
+        (
+            ("Now", f"{present} {ahead}".strip()),
+            (
+                "Happens now",
+                "The next chunk keeps to the new pace. A slow store is still left alone in"
+                " between, whatever is asked for.",
+            ),
+            ("Kept", f"What has been copied: {_copies(move)} on {move.target_store}."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Change pace, at any time in BACKFILL."),
+        ),
+        "Change pace",
+        "Keep the pace",
+        asks="pace",
+    )
+
+
+def accept_dialog(seen: Seen, rows: Sequence[Mismatch]) -> Dialog:
+    """Return the dialog that lets differences stay as they are."""
+    move = seen.move
+    what = counted(len(rows), "difference")
+    if any(row.looks_like == Looks.LATE_WRITE for row in rows):
+        kept = f"What {move.tenant} has on {move.target_store}."
+        thrown = f"What was written at {move.source_store} after the cutover is carried nowhere: a"
+        thrown += " rollback replaces it. Download both versions first."
+    else:
+        kept = f"Both sides as they are; {move.tenant} lives on with the target's spelling."
+        thrown = "Nothing is left out; the value reads in another way on the target."
+    these = "these differences" if len(rows) > 1 else "this difference"
+    it = "They block" if len(rows) > 1 else "It blocks"
+    return Dialog(
+        "accept",
+        f"Let {these} stay?",
+        (
+            ("Happens now", f"{what} accepted, with your name and reason. {it} nothing any more."),
+            ("Kept", kept),
+            ("Thrown away", thrown),
+            ("Undo", "None by a button; the word is void once a side changes again."),
+        ),
+        f"Accept {what}",
+        "Leave open",
     )
 
 

@@ -1,11 +1,14 @@
-"""Both sides of one mismatch, read from both stores."""
+"""Both sides of a mismatch, read from both stores: side by side, or as a file."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain, zip_longest
 from typing import Any
 
 from migrations_app import ports
@@ -14,13 +17,26 @@ from migrations_app.ports.base import Key, SessionStore
 from tenants.models import Store
 
 DIFF_LINES = 2_000
+# One side of a difference as plain data; None: that side does not have it.
+Side = Mapping[str, Any] | None
+# Equal lines shown around each difference.
+CONTEXT = 3
+
+
+@dataclass(frozen=True)
+class DiffLine:
+    """One line of both sides. `kind`: same, differs, source, target, or gap (left-out lines)."""
+
+    kind: str
+    source: str
+    target: str
 
 
 @dataclass(frozen=True)
 class Diff:
-    """Both sides as JSON, line by line: each ("same" | "source" | "target" | "gap", text)."""
+    """Both sides as JSON, line beside line."""
 
-    lines: tuple[tuple[str, str], ...]
+    lines: tuple[DiffLine, ...]
     cut: bool
     source: bool
     target: bool
@@ -31,30 +47,98 @@ def diff(move: TenantMigration, mismatch: Mismatch) -> Diff:
 
     Raises StoreRefused where a store can't be read. Values may be secrets: only operators see them.
     """
-    with (
-        _open(move.source_store, move) as source,
-        _open(move.target_store, move) as target,
-    ):
-        ours, theirs = (_side(port, mismatch) for port in (source, target))
+    with _both(move) as sides:
+        ours, theirs = _read(sides, mismatch)
     left, right = (
         [] if side is None else json.dumps(side, indent=1, sort_keys=True, default=str).splitlines()
         for side in (ours, theirs)
     )
-    lines: list[tuple[str, str]] = []
-    for line in list(difflib.unified_diff(left, right, lineterm="", n=3))[2:]:
-        kind = {"-": "source", "+": "target", "@": "gap"}.get(line[:1], "same")
-        lines.append((kind, line if kind == "gap" else line[1:]))
+    lines = list(_beside(left, right))
     return Diff(
         tuple(lines[:DIFF_LINES]), len(lines) > DIFF_LINES, ours is not None, theirs is not None
     )
+
+
+def _beside(left: Sequence[str], right: Sequence[str]) -> Iterator[DiffLine]:
+    groups = difflib.SequenceMatcher(None, left, right, autojunk=False).get_grouped_opcodes(CONTEXT)
+    for group in groups:
+        _, first, _, other, _ = group[0]
+        if first or other:
+            text = f"from line {first + 1}", f"from line {other + 1}"
+            yield DiffLine("gap", *text)
+        for tag, a, b, c, d in group:
+            for mine, its in zip_longest(left[a:b], right[c:d]):
+                kind = "same" if tag == "equal" else "differs"
+                if mine is None or its is None:
+                    kind = "target" if mine is None else "source"
+                yield DiffLine(kind, mine or "", its or "")
+
+
+def versions(
+    move: TenantMigration, mismatches: Iterable[Mismatch], *, now: datetime
+) -> Iterator[str]:
+    """Return both versions of these mismatches as the pieces of one JSON document.
+
+    Raises StoreRefused at once where a store can't be read, not in the middle of an answer.
+    Values may be secrets: only operators see them.
+    """
+    pieces = _pieces(move, mismatches, now)
+    first = next(pieces)
+    return chain([first], pieces)
+
+
+def _pieces(move: TenantMigration, rows: Iterable[Mismatch], now: datetime) -> Iterator[str]:
+    head = {
+        "move": str(move),
+        "tenant": str(move.tenant),
+        "app_name": move.tenant.app_name,
+        "source_store": str(move.source_store),
+        "target_store": str(move.target_store),
+        "read_at": now.isoformat(),
+    }
+    # The document's last brace follows behind its last row.
+    before = f'{json.dumps(head)[:-1]}, "versions": [\n'
+    with _both(move) as sides:
+        for row in rows:
+            yield before + json.dumps(_version(row, *_read(sides, row)), default=str)
+            before = ",\n"
+    yield ("" if before == ",\n" else before) + "\n]}\n"
+
+
+def _version(row: Mismatch, source: Side, target: Side) -> dict[str, Any]:
+    return {
+        "mismatch": row.pk,
+        "user_id": row.user_id,
+        "session_id": row.session_id,
+        "part": row.part,
+        "first_difference": row.first_difference,
+        "looks_like": row.looks_like,
+        "found_at": row.found_at.isoformat(),
+        "source_digest": row.source_digest,
+        "target_digest": row.target_digest,
+        # Null: that side does not have it.
+        "source": source,
+        "target": target,
+    }
+
+
+@contextmanager
+def _both(move: TenantMigration) -> Iterator[tuple[SessionStore, SessionStore]]:
+    with _open(move.source_store, move) as source, _open(move.target_store, move) as target:
+        yield source, target
 
 
 def _open(store: Store, move: TenantMigration) -> Any:
     return ports.open_store(store.kind, store.address_from, app_name=move.tenant.app_name)
 
 
-def _side(port: SessionStore, mismatch: Mismatch) -> Mapping[str, Any] | None:
-    if mismatch.part in ("user", "app"):
+def _read(sides: tuple[SessionStore, SessionStore], mismatch: Mismatch) -> tuple[Side, Side]:
+    source, target = (_side(port, mismatch) for port in sides)
+    return source, target
+
+
+def _side(port: SessionStore, mismatch: Mismatch) -> Side:
+    if not mismatch.session_id:
         user = mismatch.user_id if mismatch.part == "user" else None
         row = port.shared([user]).get(user)
         return None if row is None else json.loads(row.state)

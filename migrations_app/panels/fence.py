@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from migrations_app.domain.phases import Phase
+from migrations_app.domain.phases import NO_RETURN, Phase
 from migrations_app.domain.quote import Quote
+from migrations_app.domain.throttle import Speed
 from migrations_app.panels.progress import share_of, spans
-from migrations_app.panels.seen import Seen, source_lines
+from migrations_app.panels.seen import Seen, fence_lines
 from tenants import panels as tenants_panels
-from tenants.domain.words import Status, clock, duration, elapsed, limit
+from tenants.domain.words import Status, clock, duration, elapsed, limit, rate
 from tenants.models import Cell
 from tenants.panels import InstanceLine
 
@@ -38,7 +39,19 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class PastFence:
+    """A fence of this move that opened again: its estimate beside what it took."""
+
+    name: str
+    # None: it never closed.
+    closed_at: datetime | None
+    expected: float | None
+    actual: float | None
+
+
+@dataclass(frozen=True)
 class FencePanel:
+    title: str
     status: Status
     # open, closed, or was (it has been closed and is open again).
     state: str
@@ -58,6 +71,13 @@ class FencePanel:
     deadline_seconds: float | None
     held_by: str
     closes: str
+    # What must be read while the deadline runs; "" where nothing.
+    loud: str
+    # What a rollback would close it for, in SOAK; None: no matter.
+    back: Quote | None
+    past: tuple[PastFence, ...]
+    # What the first pass's sample was copied at; "" until it is whole, and once it has closed.
+    sample: str = ""
 
     @property
     def fits(self) -> bool:
@@ -65,20 +85,21 @@ class FencePanel:
 
 
 PART_NAMES = {"drain": "Drain", "delta": "Delta", "verify": "Verify", "publish": "Publish"}
-# Which phase a part of the quote is spent in.
+# Which phase a part of the quote is spent in, and which on the way back.
 PART_PHASE = {
-    "drain": Phase.DRAIN,
-    "scan": Phase.DELTA,
-    "delta": Phase.DELTA,
-    "shared": Phase.DELTA,
-    "verify": Phase.VERIFY,
-    "publish": Phase.TARGET,
+    "drain": (Phase.DRAIN, Phase.REVERSE_DRAIN),
+    "scan": (Phase.DELTA, Phase.REVERSE_DELTA),
+    "delta": (Phase.DELTA, Phase.REVERSE_DELTA),
+    "shared": (Phase.DELTA, Phase.REVERSE_DELTA),
+    "verify": (Phase.VERIFY, Phase.REVERSE_VERIFY),
+    "publish": (Phase.TARGET, Phase.REVERSE_TARGET),
 }
 
 
 def fence(seen: Seen, quote: Quote | None, *, now: datetime) -> FencePanel | None:
     """Return the quote before the fence closes, and the actual beside it from then on.
 
+    `quote` is that of the move's next fence; in SOAK that would be a rollback's.
     None: nothing can be quoted yet, or it never closed and never will.
     """
     move = seen.move
@@ -86,7 +107,26 @@ def fence(seen: Seen, quote: Quote | None, *, now: datetime) -> FencePanel | Non
         if quote is None:
             return None
         return _fence_open(seen, quote, now)
-    return _fence_closed(seen, now)
+    return _fence_closed(seen, quote, now)
+
+
+def _past(seen: Seen) -> tuple[PastFence, ...]:
+    """Return the fences before the present one. The first closed on the source, others back."""
+    found = []
+    for index, entry in enumerate(seen.move.past_fences):
+        closed, opened = (
+            datetime.fromisoformat(entry[name]) if entry.get(name) else None
+            for name in ("fence_closed_at", "fence_opened_at")
+        )
+        home = seen.move.target_store if index else seen.move.source_store
+        actual = (opened - closed).total_seconds() if closed and opened else None
+        name = f"Closed on {home}"
+        found.append(PastFence(name, closed, entry["quote"].get("expected"), actual))
+    return tuple(found)
+
+
+def _title(seen: Seen) -> str:
+    return f"Fence on {seen.move.target_store}" if seen.fence_goes_back else "Fence"
 
 
 def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
@@ -104,6 +144,7 @@ def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
         status = Status("warn", "Over its budget")
     scale = max(quote.worst, move.budget_seconds)
     return FencePanel(
+        title=_title(seen),
         status=status,
         state="open",
         reading=quote.expected,
@@ -120,7 +161,19 @@ def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
         deadline_seconds=None,
         held_by="",
         closes=_closes(seen, now),
+        loud="",
+        back=None,
+        past=_past(seen),
+        sample=_sample(seen),
     )
+
+
+def _sample(seen: Seen) -> str:
+    """Return the rate of the first sessions copied, by which the first quotes can be checked."""
+    speed = Speed.of(seen.move.speed)
+    if seen.phase != Phase.BACKFILL or speed.sample_rate is None:
+        return ""
+    return f"first {speed.sample_sessions:,}, {rate(speed.sample_rate)}"
 
 
 def _whole(arithmetic: str) -> str:
@@ -130,6 +183,8 @@ def _whole(arithmetic: str) -> str:
 
 def _closes(seen: Seen, now: datetime) -> str:
     move = seen.move
+    if seen.going_back:
+        return f"now, asked for by {move.rollback_requested_by}"
     if move.drain_requested_at is not None:
         return f"after the running pass, asked for by {move.drain_requested_by}"
     when = "when it fits its budget" if move.automatic else "when an operator starts the drain"
@@ -138,7 +193,7 @@ def _closes(seen: Seen, now: datetime) -> str:
     return when
 
 
-def _fence_closed(seen: Seen, now: datetime) -> FencePanel:
+def _fence_closed(seen: Seen, quote: Quote | None, now: datetime) -> FencePanel:
     move = seen.move
     closed_at = move.fence_closed_at
     assert closed_at is not None
@@ -146,8 +201,8 @@ def _fence_closed(seen: Seen, now: datetime) -> FencePanel:
     parts = move.quote.get("parts", [])
     lines = []
     for key, name in PART_NAMES.items():
-        phase = PART_PHASE[key]
-        mine = [part for part in parts if PART_PHASE.get(part["name"]) == phase]
+        phase = PART_PHASE[key][seen.fence_goes_back]
+        mine = [part for part in parts if phase in PART_PHASE.get(part["name"], ())]
         at, left = times.get(phase, (None, None))
         actual = None if at is None else ((left or now) - at).total_seconds()
         lines.append(
@@ -163,13 +218,15 @@ def _fence_closed(seen: Seen, now: datetime) -> FencePanel:
     reading = ((move.fence_opened_at or now) - closed_at).total_seconds()
     expected = float(move.quote.get("expected", 0.0))
     scale = max(reading, expected, move.budget_seconds if seen.fenced else 0.0)
-    deadline = move.deadline_at if seen.fenced and seen.phase != Phase.TARGET else None
+    runs = seen.fenced and seen.phase not in NO_RETURN and not seen.opening_again
+    deadline = move.deadline_at if runs else None
     seconds = max(0.0, (deadline - now).total_seconds()) if deadline else None
     if seen.fenced:
         status = Status("fenced", f"Closed since {clock(closed_at, now)}")
     else:
         status = Status("done", f"Opened {clock(move.fence_opened_at, now)}")
     return FencePanel(
+        title=_title(seen),
         status=status,
         state="closed" if seen.fenced else "was",
         reading=reading,
@@ -185,7 +242,25 @@ def _fence_closed(seen: Seen, now: datetime) -> FencePanel:
         deadline_seconds=seconds,
         held_by=move.deadline_held_by,
         closes="",
+        loud=_loud(seen, seconds, now),
+        back=quote if seen.phase == Phase.SOAK and not seen.opening_again else None,
+        past=_past(seen),
     )
+
+
+# A deadline nearer than this is the first thing to read.
+NEAR_SECONDS = 30.0
+
+
+def _loud(seen: Seen, seconds: float | None, now: datetime) -> str:
+    """Return what the deadline will do, while a person may still do something about it."""
+    if seconds is None or not (seen.waits_for_flip or seconds < NEAR_SECONDS):
+        return ""
+    at = clock(seen.move.deadline_at, now)
+    home = f"reopens on {seen.home_store} by itself at {at}, in {elapsed(seconds)}"
+    if seen.waits_for_flip:
+        return f"All is equal. Flip it to the target, or it {home}."
+    return f"It {home}."
 
 
 def _slices(seconds: Sequence[float], scale: float) -> tuple[Slice, ...]:
@@ -198,7 +273,7 @@ def _slices(seconds: Sequence[float], scale: float) -> tuple[Slice, ...]:
     return tuple(found)
 
 
-# --- instances, checks, mismatches, log ------------------------------------------------------
+# --- instances --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -217,10 +292,10 @@ def instances(seen: Seen, *, now: datetime) -> Instances:
     """Return who has closed the fence and who is missing; otherwise who serves the tenant."""
     move = seen.move
     version = move.fence_version if seen.fenced else None
-    if move.placement_version is None:
-        cell, lines = move.source_cell, source_lines(seen, version, now)
+    if version is not None:
+        cell, lines = seen.fence_cell, fence_lines(seen, version, now)
     else:
-        cell = move.target_cell
+        cell = seen.home_cell
         lines = tenants_panels.instance_lines(cell, tenant=move.tenant, version=None, now=now)
     alive = [line for line in lines if line.state not in ("lapsed", "gone")]
     in_flight = f"{sum(line.in_flight for line in alive):,} in flight"

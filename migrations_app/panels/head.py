@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from migrations_app import queries
-from migrations_app.domain.phases import UNPAUSABLE, Phase
+from migrations_app.domain.phases import NO_RETURN, UNPAUSABLE, Phase
+from migrations_app.domain.verbs import words
 from migrations_app.panels.seen import Seen, ways_out
 from tenants.domain.words import Status, clock
 
@@ -53,14 +54,21 @@ def head(seen: Seen, *, now: datetime) -> Head:
     status = seen.status(now)
     if status.glyph == "fenced":
         # The fence has a tag of its own.
-        status = Status("moving", "Moving")
+        word = "Moving" if status.word == "Fenced" else status.word
+        status = Status("moving", word)
     word = status.word if seen.ended else f"{status.word} in {seen.phase.upper()}"
     tags = [Status(status.glyph, word)]
+    if (seen.going_back or seen.rollback_waits) and status.word not in ROLLING:
+        tags.append(Status("moving", "Rolling back"))
     if seen.fenced:
         tags.append(Status("fenced", "Fence closed"))
     if seen.move.pause_requested_at and status.glyph != "paused" and not seen.ended:
         tags.append(Status("paused", "Paused"))
     return Head(tuple(tags), tuple(_actions(seen, now)), urgent=not seen.ended)
+
+
+# Words that say by themselves that the tenant is on its way back.
+ROLLING = ("Rolling back", "Stopping rollback")
 
 
 def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
@@ -70,33 +78,80 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
     if phase == Phase.REOPEN:
         stuck = queries.stuck_at_cleaning(move) and move.leave_requested_at is None
         why = "" if stuck else "The abort cleans the target by itself."
-        yield Action("leave_behind", "Leave copy behind…", stuck, danger=True, why=why)
+        yield _action("leave_behind", seen, stuck, danger=True, why=why)
         return
     if phase == Phase.OFFBOARD and queries.stuck_at_cleaning(move):
-        yield Action("leave_behind", "Leave copy behind…", not move.leave_requested_at, danger=True)
+        yield _action("leave_behind", seen, not move.leave_requested_at, danger=True)
     elif phase in (Phase.SOAK, Phase.OFFBOARD):
         yield _offboard_action(seen, now)
-    else:
+    elif not seen.going_back:
         yield _drain_action(seen, now)
-        if seen.fenced:
-            yield _hold_action(seen)
+        if phase in (Phase.PREPARE, Phase.BACKFILL):
+            yield _action("set_pace", seen, not seen.aborting)
+        if move.flip_by_hand and phase in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY):
+            yield _flip_action(seen, now)
+    if seen.fenced and not seen.opening_again:
+        yield _hold_action(seen)
     if move.pause_requested_at:
         yield Action("resume", "Resume", True, dialog=False)
     else:
-        can = phase not in UNPAUSABLE and not seen.aborting
-        yield Action("pause", "Pause…", can)
-    if phase in ways_out(move):
+        can = phase not in UNPAUSABLE and not seen.aborting and not seen.opening_again
+        yield _action("pause", seen, can)
+    if not seen.going_back:
+        yield _rollback_action(seen, now)
+    yield from _abort_action(seen)
+
+
+def _action(verb: str, seen: Seen, enabled: bool, *, why: str = "", danger: bool = False) -> Action:
+    """Return a button that opens the dialog of `verb`."""
+    return Action(verb, f"{words(verb, seen.phase)}…", enabled, danger=danger, why=why)
+
+
+def _abort_action(seen: Seen) -> Iterable[Action]:
+    move = seen.move
+    if seen.phase in ways_out(move):
         asked = move.abort_requested_at is not None
-        why = f"{move.abort_requested_by} asked for the abort already." if asked else ""
-        yield Action("abort", "Abort…", not asked, danger=True, why=why)
+        what = "to stop the rollback" if seen.going_back else "for the abort"
+        why = f"{move.abort_requested_by} asked {what} already." if asked else ""
+        yield _action("abort", seen, not asked, danger=not seen.going_back, why=why)
+    elif seen.going_back:
+        why = f"The rollback can't be stopped any more: {move.tenant} is on its way to"
+        yield _action("abort", seen, False, why=f"{why} {move.source_store}.")
     else:
         why = "Abort ended at TARGET: the tenant lives on the target now."
-        yield Action("abort", "Abort…", False, danger=True, why=why)
+        yield _action("abort", seen, False, danger=True, why=why)
+
+
+def _rollback_action(seen: Seen, now: datetime) -> Action:
+    move = seen.move
+    if seen.rollback_waits:
+        at = clock(move.rollback_requested_at, now)
+        why = f"{move.rollback_requested_by} asked for the rollback at {at}."
+        return _action("cancel_rollback", seen, True, why=why)
+    if seen.opening_again:
+        why = "Roll back opens again once the target is open and the soak runs."
+    elif seen.phase == Phase.OFFBOARD:
+        why = "Roll back ended with SOAK: start a move back."
+    elif seen.phase != Phase.SOAK:
+        why = "Roll back opens in SOAK."
+    else:
+        return _action("rollback", seen, True, danger=True)
+    return _action("rollback", seen, False, danger=True, why=why)
+
+
+def _flip_action(seen: Seen, now: datetime) -> Action:
+    move = seen.move
+    if move.flip_requested_at is not None:
+        at = clock(move.flip_requested_at, now)
+        why = f"{move.flip_requested_by} gave the word to flip at {at}."
+        return _action("flip", seen, False, why=why)
+    label = f"{words('flip', seen.phase)}…"
+    return Action("flip", label, not seen.aborting, primary=seen.waits_for_flip)
 
 
 def _drain_action(seen: Seen, now: datetime) -> Action:
     move, phase = seen.move, seen.phase
-    label = "Start drain…"
+    label = f"{words('close_fence', phase)}…"
     if move.fence_closed_at is not None:
         why = f"The fence closed at {clock(move.fence_closed_at, now)}."
         return Action("close_fence", label, False, why=why)
@@ -105,7 +160,7 @@ def _drain_action(seen: Seen, now: datetime) -> Action:
     if move.drain_requested_at is not None:
         at = clock(move.drain_requested_at, now)
         why = f"{move.drain_requested_by} started the drain at {at}; it waits for the last pass."
-        return Action("cancel_fence", "Take back drain…", not seen.aborting, why=why)
+        return _action("cancel_fence", seen, not seen.aborting, why=why)
     if move.pass_ended_at is None:
         return Action("close_fence", label, False, why="Start drain opens after the first pass.")
     if seen.open_mismatches:
@@ -118,19 +173,21 @@ def _hold_action(seen: Seen) -> Action:
     move = seen.move
     if move.deadline_held_by:
         why = f"{move.deadline_held_by} held the fence already; it moves once."
-        return Action("hold_fence", "Hold the fence…", False, why=why)
-    can = move.deadline_at is not None and seen.phase != Phase.TARGET and not seen.aborting
-    return Action("hold_fence", "Hold the fence…", can)
+        return _action("hold_fence", seen, False, why=why)
+    can = move.deadline_at is not None and seen.phase not in NO_RETURN and not seen.aborting
+    return _action("hold_fence", seen, can)
 
 
 def _offboard_action(seen: Seen, now: datetime) -> Action:
     move = seen.move
-    label = "Confirm offboard…"
+    if seen.rollback_waits or seen.opening_again:
+        why = f"The copy on {move.source_store} is kept for the rollback."
+        return _action("confirm_offboard", seen, False, danger=True, why=why)
     if seen.owes_confirmation:
-        return Action("confirm_offboard", label, True, danger=True)
+        return _action("confirm_offboard", seen, True, danger=True)
     if move.offboard_confirmed_at is not None:
         at = clock(move.offboard_confirmed_at, now)
         why = f"{move.offboard_confirmed_by} confirmed the offboarding at {at}."
     else:
         why = "This move offboards its source by itself."
-    return Action("confirm_offboard", label, False, danger=True, why=why)
+    return _action("confirm_offboard", seen, False, danger=True, why=why)

@@ -10,7 +10,7 @@ from django.core.paginator import Page, Paginator
 from django.db.models import Q
 
 from migrations_app import queries
-from migrations_app.domain.phases import STEPPER, Phase
+from migrations_app.domain.phases import STEPPER, STEPPER_BACK, Phase
 from migrations_app.models import Sample, TenantMigration
 from migrations_app.panels.progress import (
     RATE_SECONDS,
@@ -96,7 +96,7 @@ def _line(seen: Seen, speed: float | None, expected: float | None, now: datetime
     left = seconds_left(seen, speed)
     progress = done_of(move) if phase in TIMED and move.todo else "–"
     eta = "–"
-    if phase == Phase.SOAK and move.soak_until is not None:
+    if phase == Phase.SOAK and move.soak_until is not None and not seen.opening_again:
         remaining = max(0.0, (move.soak_until - now).total_seconds())
         eta = elapsed(remaining) if remaining else "over"
         progress = f"{_soaked(move.soak_seconds - remaining)} of {limit(move.soak_seconds)}"
@@ -131,7 +131,11 @@ def _mini(seen: Seen, status: Status) -> tuple[str, ...]:
     if seen.phase in STEPPER:
         at = STEPPER.index(seen.phase)
         return ("on",) * at + (status.glyph,) + ("",) * (len(STEPPER) - at - 1)
-    if seen.phase in (Phase.REOPEN, Phase.ABORTED):
+    if seen.going_back:
+        # The way back runs from the right: what is still on falls off behind it.
+        at = len(STEPPER) - 1 - STEPPER_BACK.index(seen.phase)
+        return ("on",) * at + (status.glyph,) + ("",) * (len(STEPPER) - at - 1)
+    if seen.phase in (Phase.REOPEN, Phase.ABORTED, Phase.ROLLED_BACK):
         return ("",) * len(STEPPER)
     return ("on",) * len(STEPPER)
 
@@ -188,6 +192,21 @@ def live_move_of(tenants: Iterable[Tenant]) -> dict[int, TenantMigration]:
     """Return the live move of each of these tenants that has one, by tenant id."""
     rows = TenantMigration.objects.filter(tenant__in=list(tenants)).exclude(phase__in=ENDED_VALUES)
     return {move.tenant_id: move for move in rows}
+
+
+def live_states(tenants: Iterable[Tenant], *, now: datetime) -> dict[int, LiveMove]:
+    """Return the live move of each of these tenants that has one, and its state in words."""
+    rows = moves().filter(tenant__in=list(tenants)).exclude(phase__in=ENDED_VALUES)
+    found = with_mismatches(list(rows))
+    return {seen.move.tenant_id: LiveMove(seen.move, seen.status(now)) for seen in found}
+
+
+@dataclass(frozen=True)
+class LiveMove:
+    """A live move as a list of tenants names it."""
+
+    move: TenantMigration
+    status: Status
 
 
 @dataclass(frozen=True)

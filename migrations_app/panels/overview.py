@@ -7,9 +7,15 @@ from datetime import datetime, timedelta
 
 from django.db.models import Exists, OuterRef
 
-from migrations_app.domain.phases import Phase
-from migrations_app.models import TenantMigration
-from migrations_app.panels.progress import why_aborted
+from migrations_app.domain.phases import NO_RETURN, REVERSED, Phase
+from migrations_app.domain.verbs import words
+from migrations_app.models import MoveEvent, TenantMigration
+from migrations_app.panels.progress import (
+    late_writes_in_words,
+    why_aborted,
+    why_rolled_back,
+    why_stopped,
+)
 from migrations_app.panels.seen import ENDED_VALUES, GRAVITY, Seen, all_live, moves, ways_out
 from tenants.domain.words import Status, count, counted, elapsed
 from tenants.panels import Attention
@@ -75,17 +81,24 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
         elif seen.stuck:
             title = f"{name} fails in {phase.upper()}, {counted(move.failures, 'time')} in a row"
             text = move.failure
+        elif phase == Phase.SOAK:
+            review = seen.late_writes
+            late = counted(review, "late write")
+            title = f"{name}: {late} at the closed {move.source_store}"
+            text = late_writes_in_words(seen)
         else:
             review = seen.open_mismatches
-            title = f"{name} cannot switch to its target"
+            where = "back to its source" if seen.going_back else "to its target"
+            title = f"{name} cannot switch {where}"
             text = f"{counted(review, 'session differs', 'sessions differ')}."
     elif status.glyph == "aborted":
         title = f"{name} is on its way out"
+        if seen.going_back:
+            title = f"{name} stops rolling back"
         by = move.abort_requested_by
         text = f"Asked for by {by}: {move.abort_reason}" if by else "It gave up by itself."
     elif status.glyph == "fenced":
-        title = f"{name} has its fence closed, in {phase.upper()}"
-        text = ""
+        title, text = _fenced_words(seen, name)
     elif status.glyph == "paused":
         title = f"{name} is paused in {phase.upper()}"
         text = f"By {move.pause_requested_by}: {move.pause_reason}"
@@ -93,6 +106,11 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
     elif status.glyph == "warn":
         title = f"{name} tries a failed step again in {phase.upper()}"
         text = move.failure
+    elif seen.rollback_waits:
+        title = f"{name} is being rolled back"
+        text = move.waiting_for and f"Waits for {move.waiting_for}."
+        text = text or why_rolled_back(move)
+        since = move.rollback_requested_at or since
     elif seen.ready:
         title = f"{name} waits for you to start the drain"
         text = (
@@ -107,6 +125,10 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
     elif status.glyph == "waiting" and move.waiting_for:
         title = f"{name} waits in {phase.upper()}"
         text = f"Waits for {move.waiting_for}."
+    elif (stopped := _stopped_by_itself(move, now)) is not None:
+        title = f"{name} stopped rolling back by itself"
+        text = why_stopped(move)
+        since, status = stopped.at, Status("warn", "Stopped")
     else:
         return None
     if seen.fenced and move.fence_closed_at is not None:
@@ -121,9 +143,37 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
         kind="move",
         key=str(move.pk),
         label=str(move),
-        abortable=phase in ways_out(move) and move.abort_requested_at is None,
+        way_out=_way_out(seen),
         review=review,
     )
+
+
+def _fenced_words(seen: Seen, name: str) -> tuple[str, str]:
+    phase = seen.phase.upper()
+    if seen.opening_again:
+        return f"{name} is being opened on {seen.move.target_store} again", ""
+    if seen.going_back:
+        return f"{name} is being rolled back, in {phase}", f"{why_rolled_back(seen.move)}."
+    if seen.waits_for_flip:
+        return f"{name} waits for you to flip it to its target", "Every session is equal."
+    return f"{name} has its fence closed, in {phase}", ""
+
+
+def _way_out(seen: Seen) -> str:
+    """Return the words of the button that takes the way out; "" where there is none."""
+    if seen.phase not in ways_out(seen.move) or seen.move.abort_requested_at is not None:
+        return ""
+    return f"{words('abort', seen.phase)}…"
+
+
+def _stopped_by_itself(move: TenantMigration, now: datetime) -> MoveEvent | None:
+    """Return the event with which a rollback gave up in the last day; None: a person stopped it."""
+    if move.phase != Phase.SOAK or not move.past_fences:
+        return None
+    back = move.events.filter(was__in=REVERSED, now=Phase.SOAK, at__gte=now - NEWS).first()
+    if back is None or back.note.startswith("Abort"):
+        return None
+    return back
 
 
 def _fence_sentence(move: TenantMigration, now: datetime) -> str:
@@ -131,7 +181,8 @@ def _fence_sentence(move: TenantMigration, now: datetime) -> str:
     closed = elapsed((now - move.fence_closed_at).total_seconds())
     users = f"all {counted(move.users, 'user')} get" if move.users else "new turns get"
     text = f"Fence closed {closed}; {users} retry-after."
-    if move.deadline_at is not None and move.phase != Phase.TARGET:
+    runs = move.phase not in NO_RETURN and move.phase != Phase.SOAK
+    if move.deadline_at is not None and runs:
         left = elapsed(max(0.0, (move.deadline_at - now).total_seconds()))
         text = f"{text} It reopens by itself in {left}."
     return text
@@ -163,7 +214,8 @@ def next_up(*, now: datetime) -> list[Upcoming]:
     rows = moves().exclude(phase__in=ENDED_VALUES)
     for move in rows.filter(fence_closed_at=None, fence_not_before__gt=now):
         items.append(Upcoming(move.fence_not_before or now, move, "may close its fence"))
-    for move in rows.filter(phase=Phase.SOAK, soak_until__gt=now):
+    soaking = rows.filter(phase=Phase.SOAK, soak_until__gt=now, rollback_requested_at=None)
+    for move in soaking:
         if move.offboard_automatically or move.offboard_confirmed_at is not None:
             text = f"soak ends; its copy on {move.source_store} is deleted"
         else:

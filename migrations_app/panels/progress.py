@@ -1,16 +1,24 @@
-"""How far a move is: its facts, its seven phases, and the running one."""
+"""How far a move is: its facts, its phases there and back, and the running one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from django.db.models import F
 
-from migrations_app.domain.phases import FENCED, STEPPER, UNPAUSABLE, Phase
+from migrations_app.domain.phases import (
+    FENCED,
+    REVERSED,
+    STEPPER,
+    STEPPER_BACK,
+    UNPAUSABLE,
+    Phase,
+)
+from migrations_app.domain.throttle import late_seconds
 from migrations_app.models import TenantMigration
-from migrations_app.panels.seen import Seen, source_lines
+from migrations_app.panels.seen import COMPARED, Seen, fence_lines
 from tenants.domain.words import (
     THIN,
     Status,
@@ -38,20 +46,18 @@ class Facts:
     users: int | None
     interrupted: int
     changed_at_drain: int | None
+    # Sessions written, born or deleted on the target since the cutover. None: no matter, or
+    # not looked at yet.
+    touched: int | None
 
 
 def facts(seen: Seen, *, now: datetime) -> Facts:
     """Return the row of labelled values under the title."""
     move, phase = seen.move, seen.phase
-    where = phase.upper()
-    if phase in STEPPER:
-        where = f"{where}, {STEPPER.index(phase) + 1} of {len(STEPPER)}"
-    if seen.fenced:
-        sees = "Retry-after"
-    elif move.placement_version is not None:
-        sees = f"Served on {move.target_store}"
-    else:
-        sees = f"Served on {move.source_store}"
+    where, way = phase.upper(), stepper(seen)
+    if phase in way:
+        where = f"{where}, {way.index(phase) + 1} of {len(way)}"
+    sees = "Retry-after" if seen.fenced else f"Served on {seen.home_store}"
     surveyed = phase != Phase.PREPARE or move.sessions > 0
     return Facts(
         phase=where,
@@ -61,12 +67,19 @@ def facts(seen: Seen, *, now: datetime) -> Facts:
         users=move.users if surveyed else None,
         interrupted=move.interrupted,
         changed_at_drain=move.changed_at_drain,
+        touched=move.touched if phase == Phase.SOAK or seen.going_back else None,
     )
+
+
+def stepper(seen: Seen) -> Sequence[Phase]:
+    """Return the phases that the track shows: the seven, or those of the way back."""
+    back = seen.going_back or seen.phase == Phase.ROLLED_BACK or seen.opening_again
+    return STEPPER_BACK if back else STEPPER
 
 
 @dataclass(frozen=True)
 class Step:
-    """One of the seven on the track. `glyph` is done, live, waiting, soak, paused, blocked…"""
+    """One phase on the track. `glyph` is done, live, waiting, soak, paused, blocked…"""
 
     name: str
     glyph: str
@@ -83,6 +96,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Track:
+    title: str
     steps: tuple[Step, ...]
     # Beside the title: the fence, the soak, or how it ended.
     status: Status | None
@@ -92,36 +106,42 @@ Spans = Mapping[Phase, tuple[datetime, datetime | None]]
 
 
 def spans(move: TenantMigration) -> Spans:
-    """Return when each phase was entered and left; left None: it is the present one."""
+    """Return when each phase was entered and left; left None: it is the present one.
+
+    Of several rollbacks only the last counts, and of a soak that began anew its last beginning.
+    """
     entered: list[tuple[Phase, datetime]] = [(Phase.PREPARE, move.started_at)]
     changes = move.events.exclude(was=F("now")).order_by("id").values_list("now", "at")
     entered += [(Phase(phase), at) for phase, at in changes]
     found: dict[Phase, tuple[datetime, datetime | None]] = {}
     for index, (phase, at) in enumerate(entered):
         left = entered[index + 1][1] if index + 1 < len(entered) else None
+        if phase == Phase.REVERSE_DRAIN:
+            found = {past: times for past, times in found.items() if past not in REVERSED}
         found[phase] = (at, left)
     return found
 
 
 def track(seen: Seen, *, now: datetime) -> Track:
-    """Return the seven phases with their times, and what the present one waits for."""
+    """Return the phases with their times, and what the present one waits for."""
     move = seen.move
     times = spans(move)
     status = seen.status(now)
     steps = []
-    for phase in STEPPER:
+    way = stepper(seen)
+    for phase in way:
         at, left = times.get(phase, (None, None))
         current = phase == seen.phase
         gave_up = left is not None and _left_by_abort(phase, times)
         if current:
-            glyph = {"moving": "live", "waiting": "waiting"}.get(status.glyph, status.glyph)
-            glyph = "live" if status.glyph == "fenced" else glyph
+            glyph = {"moving": "live", "fenced": "live"}.get(status.glyph, status.glyph)
         elif gave_up:
             glyph = "aborted"
         else:
             glyph = "done" if at is not None else "waiting"
         bar = _measure(seen, now)[2] if current and phase in MEASURED and move.todo else None
-        if current and phase == Phase.SOAK and move.soak_until and at:
+        soaks = current and phase == Phase.SOAK and not seen.opening_again
+        if soaks and move.soak_until and at:
             bar = share_of((now - at).total_seconds(), (move.soak_until - at).total_seconds())
         steps.append(
             Step(
@@ -131,21 +151,32 @@ def track(seen: Seen, *, now: datetime) -> Track:
                 text=_step_text(seen, phase, at, left, now),
                 notes=tuple(_step_notes(seen, phase, at, left)),
                 current=current,
-                fenced=seen.fenced and phase in FENCED and at is not None,
+                fenced=seen.fenced and phase in _closed_in(seen) and at is not None,
                 bar=bar,
                 bar_label=_bar_label(seen, phase),
             )
         )
-    return Track(tuple(steps), _track_status(seen, now))
+    title = "Phases" if way is STEPPER else "The way back"
+    return Track(title, tuple(steps), _track_status(seen, now))
 
 
 # Phases whose `done` of `todo` sessions says how far they are.
-MEASURED = frozenset({Phase.BACKFILL, Phase.DELTA, Phase.VERIFY})
+MEASURED = frozenset(
+    {Phase.BACKFILL, Phase.DELTA, Phase.VERIFY, Phase.REVERSE_DELTA, Phase.REVERSE_VERIFY}
+)
+
+
+def _closed_in(seen: Seen) -> frozenset[Phase]:
+    """Return the phases that the present fence was closed in, for the hatching."""
+    if not seen.fence_goes_back:
+        return FENCED - REVERSED
+    # A rollback that was stopped opens its fence in the first moments of the new soak.
+    return REVERSED | {Phase.SOAK} if seen.opening_again else REVERSED
 
 
 def _left_by_abort(phase: Phase, times: Spans) -> bool:
-    reopened = times.get(Phase.REOPEN)
-    return reopened is not None and times[phase][1] == reopened[0]
+    out = times.get(Phase.SOAK if phase in REVERSED else Phase.REOPEN)
+    return out is not None and times[phase][1] == out[0]
 
 
 def share_of(part: float, whole: float) -> float | None:
@@ -161,6 +192,10 @@ def _step_text(
     move = seen.move
     if at is None:
         return "" if seen.ended or seen.aborting else _ahead(seen, phase)
+    if phase == Phase.ROLLED_BACK:
+        return f"lives on {move.source_store}"
+    if seen.opening_again and phase == Phase.SOAK:
+        return f"begins anew once {move.target_store} is open"
     if phase == Phase.SOAK and ended is None and move.soak_until is not None:
         if seen.soak_over(now):
             return f"over since {clock(move.soak_until, now)}"
@@ -179,7 +214,11 @@ def _ahead(seen: Seen, phase: Phase) -> str:
             return "when the fence fits its budget"
         return "when an operator starts it"
     if phase == Phase.TARGET:
+        return "when somebody flips it" if seen.owes_flip else "needs 0 mismatches"
+    if phase == Phase.REVERSE_TARGET:
         return "needs 0 mismatches"
+    if phase == Phase.ROLLED_BACK:
+        return f"{move.target_store} stays closed"
     if phase == Phase.SOAK:
         return f"{limit(move.soak_seconds)}, source closed"
     return ""
@@ -199,11 +238,13 @@ def _step_notes(
             yield f"pass {max(1, move.passes)}, {done_of(move)}"
         else:
             yield f"{counted(move.sessions, 'session')}, {counted(move.passes, 'pass', 'passes')}"
-    if phase == Phase.DRAIN:
+    if phase in (Phase.DRAIN, Phase.REVERSE_DRAIN):
         yield f"bound {limit(move.drain_bound_seconds)}"
-    if phase == Phase.DELTA and move.changed_at_drain is not None:
+    if phase == Phase.DELTA and move.changed_at_drain is not None and not seen.fence_goes_back:
         yield f"{count(move.changed_at_drain)} changed"
-    if phase in (Phase.DELTA, Phase.VERIFY) and left is None and move.todo:
+    if phase == Phase.REVERSE_DELTA and move.touched is not None:
+        yield f"{count(move.touched)} touched since the cutover"
+    if phase in MEASURED and phase != Phase.BACKFILL and left is None and move.todo:
         yield done_of(move)
 
 
@@ -225,11 +266,15 @@ def _track_status(seen: Seen, now: datetime) -> Status | None:
         return Status("aborted", f"Aborted, {move.tenant} stayed on {move.source_store}")
     if seen.phase == Phase.REOPEN:
         return Status("aborted", f"Opening {move.source_store} again")
+    if seen.phase == Phase.ROLLED_BACK:
+        return Status("done", f"Rolled back, {move.tenant} lives on {move.source_store}")
     if seen.fenced and move.fence_closed_at is not None:
         closed = elapsed((now - move.fence_closed_at).total_seconds())
         expected = move.quote.get("expected")
         of = f" of {duration(expected)} expected" if expected is not None else ""
         return Status("fenced", f"Fence closed {closed}{of}")
+    if seen.opening_again:
+        return Status("live", f"Opening {move.target_store} again")
     if seen.phase == Phase.SOAK and move.soak_until is not None:
         return Status("soak", f"Source kept closed until {clock(move.soak_until, now)}")
     if seen.phase == Phase.OFFBOARD:
@@ -279,7 +324,7 @@ def progress(seen: Seen, *, now: datetime) -> Progress:
         status = Status("live", f"{elapsed(max(1, left))} left")
     reading, context, share = _measure(seen, now)
     bad = 0.0
-    if phase in (Phase.BACKFILL, Phase.VERIFY) and move.todo and seen.open_mismatches:
+    if phase in COMPARED and move.todo and seen.open_mismatches:
         bad = min(share, max(0.4, round(100 * seen.open_mismatches / move.todo, 2)))
     notice, notice_status = _notice(seen)
     return Progress(
@@ -289,7 +334,7 @@ def progress(seen: Seen, *, now: datetime) -> Progress:
         context=context,
         bar=round(share - bad, 2),
         bar_label=f"{reading} {context}",
-        bar_glyph=BAR_GLYPHS.get(seen.status(now).glyph, "live"),
+        bar_glyph=_bar_glyph(seen, now),
         bad=bad,
         rows=tuple(_progress_rows(seen, speed, left, now)),
         notice=notice,
@@ -301,6 +346,13 @@ def progress(seen: Seen, *, now: datetime) -> Progress:
 BAR_GLYPHS = {"paused": "paused", "soak": "soak", "waiting": "done", "done": "done"}
 
 
+def _bar_glyph(seen: Seen, now: datetime) -> str:
+    if seen.phase == Phase.SOAK and not seen.opening_again:
+        # Whatever else happens in it, its bar is time.
+        return "soak"
+    return BAR_GLYPHS.get(seen.status(now).glyph, "live")
+
+
 def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
     """Return a reading, what it is of, and the bar's percent; never all of it with work left."""
     move, phase = seen.move, seen.phase
@@ -308,12 +360,14 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
         green = sum(check["ok"] is True for check in move.checks)
         share = share_of(green, len(move.checks)) or 0.0
         return str(green), f"of {counted(len(move.checks), 'check')} green", share
+    if seen.opening_again:
+        return count(move.sessions), f"sessions stay on {move.target_store}", 0.0
     if phase == Phase.SOAK and move.soak_until is not None:
         left = max(0.0, (move.soak_until - now).total_seconds())
         past = share_of(move.soak_seconds - left, move.soak_seconds)
         share = 100.0 if past is None else past
         return elapsed(left), f"left of {limit(move.soak_seconds)}", share
-    if phase == Phase.DRAIN:
+    if phase in (Phase.DRAIN, Phase.REVERSE_DRAIN):
         # The phase is settled a moment before its fence closes.
         waited = (now - (move.fence_closed_at or move.phase_since)).total_seconds()
         share = share_of(waited, move.drain_bound_seconds) or 0.0
@@ -323,6 +377,8 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
         return count(move.deleted + move.left_behind), "sessions moved", 100.0
     if phase == Phase.TARGET:
         return count(move.stamps.count()), "sessions, equal on both sides", 100.0
+    if phase in (Phase.REVERSE_TARGET, Phase.ROLLED_BACK):
+        return count(move.sessions), "sessions, equal on both sides", 100.0
     if phase in (Phase.REOPEN, Phase.ABORTED):
         return count(move.copied), "sessions had been copied", 0.0
     if not move.todo:
@@ -342,7 +398,7 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
 
 
 # Phases in which the rate of `done` gives a time, and the stages in which `done` counts sessions.
-TIMED = frozenset({Phase.BACKFILL, Phase.DELTA, Phase.VERIFY, Phase.OFFBOARD})
+TIMED = MEASURED | {Phase.OFFBOARD}
 SESSION_STAGES = frozenset({"", "copy", "sessions"})
 
 
@@ -397,6 +453,10 @@ STAGE_TITLES = {
     (Phase.DELTA, "shared"): "Copying shared state",
     (Phase.VERIFY, "shared"): "Comparing shared state",
     (Phase.VERIFY, "end"): "Comparing counts and the mark",
+    (Phase.REVERSE_DELTA, "gone"): "Carrying back what was deleted",
+    (Phase.REVERSE_DELTA, "shared"): "Carrying back shared state",
+    (Phase.REVERSE_VERIFY, "shared"): "Comparing shared state",
+    (Phase.REVERSE_VERIFY, "end"): "Comparing counts and the mark",
 }
 PHASE_TITLES = {
     Phase.PREPARE: "Checking both stores",
@@ -409,10 +469,17 @@ PHASE_TITLES = {
     Phase.DONE: "Done",
     Phase.REOPEN: "Opening the source again",
     Phase.ABORTED: "Aborted",
+    Phase.REVERSE_DRAIN: "Waiting for running turns",
+    Phase.REVERSE_DELTA: "Carrying back what was touched",
+    Phase.REVERSE_VERIFY: "Comparing every session",
+    Phase.REVERSE_TARGET: "Publishing the source",
+    Phase.ROLLED_BACK: "Rolled back",
 }
 
 
 def _progress_title(seen: Seen) -> str:
+    if seen.opening_again:
+        return "Opening the target again"
     if title := STAGE_TITLES.get((seen.phase, seen.move.stage)):
         return title
     if seen.phase == Phase.BACKFILL:
@@ -431,8 +498,8 @@ def _progress_rows(
         if left is not None:
             eta = f"{clock(now + timedelta(seconds=left), now)}, in {elapsed(max(1, left))}"
         yield Row("ETA at this rate", eta)
-    if phase == Phase.DRAIN and move.fence_version is not None:
-        lines = source_lines(seen, move.fence_version, now)
+    if phase in (Phase.DRAIN, Phase.REVERSE_DRAIN) and move.fence_version is not None:
+        lines = fence_lines(seen, move.fence_version, now)
         alive = [line for line in lines if line.state not in ("lapsed", "gone")]
         acked = sum(line.state != "missing" for line in alive)
         yield Row("Instances acknowledged", f"{acked} of {len(alive)}")
@@ -442,23 +509,28 @@ def _progress_rows(
             gives_up = elapsed(max(0.0, (bound - now).total_seconds()))
             yield Row("Gives up", f"{clock(bound, now)}, in {gives_up}")
     if phase == Phase.BACKFILL:
-        if move.pace_per_second:
-            yield Row("Pace limit", rate(move.pace_per_second))
+        yield from _pace_rows(move, now)
         yield Row(f"Copied by pass {max(1, move.passes)}", count(move.changed))
         if move.pass_ended_at is not None:
             yield Row("Copied by the last whole pass", count(move.changed_last))
     if phase not in (Phase.PREPARE, Phase.REOPEN):
         yield Row("Copied in all", count(move.copied))
         yield Row("Compared in all", count(move.compared))
-    if phase in (Phase.BACKFILL, Phase.DELTA, Phase.VERIFY):
+    if phase in MEASURED:
         yield Row("Differ", count(seen.open_mismatches), "differs" if seen.open_mismatches else "")
     if move.deleted and phase not in (Phase.OFFBOARD, Phase.DONE):
-        yield Row("Deleted at the source meanwhile", count(move.deleted))
+        yield Row("Deletes carried over", count(move.deleted))
     if phase in (Phase.OFFBOARD, Phase.DONE):
         yield Row("Deleted at the source", count(move.deleted))
     if move.interrupted and phase != Phase.DONE:
         yield Row("Interrupted turns, copied as they are", count(move.interrupted))
-    if phase == Phase.SOAK and move.soak_until is not None:
+    if phase == Phase.SOAK or seen.going_back or phase == Phase.ROLLED_BACK:
+        looked = f", looked at {clock(move.touched_at, now)}" if move.touched_at else ""
+        touched = f"{count(move.touched)}{looked}" if move.touched_at else "not looked at yet"
+        yield Row("Touched since the cutover", touched)
+    if phase == Phase.SOAK and seen.late_writes:
+        yield Row("Late writes at the source", count(seen.late_writes), "differs")
+    if phase == Phase.SOAK and move.soak_until is not None and not seen.opening_again:
         yield Row("Soak ends", clock(move.soak_until, now))
         yield Row(
             "Then", "waits for a typed yes" if seen.owes_confirmation else "source is deleted"
@@ -467,11 +539,45 @@ def _progress_rows(
         yield Row("Left at the source, changed since", count(move.left_behind), "differs")
 
 
+def _pace_rows(move: TenantMigration, now: datetime) -> Iterable[Row]:
+    """Say which pace was chosen, and when the first pass is through at it."""
+    if move.finish_by is not None:
+        late = _late_seconds(move, now)
+        missed = f", missed by {elapsed(late)} at this rate" if late >= 1 else ""
+        by = f"through by {clock(move.finish_by, now)} UTC{missed}"
+        yield Row("Pace", by, "differs" if missed else "")
+    elif move.pace_per_second:
+        said = rate(move.pace_per_second)
+        left = move.todo - move.done
+        if move.stage in SESSION_STAGES and left > 0:
+            through = now + timedelta(seconds=left / move.pace_per_second)
+            # To the minute: a clock that counts seconds would promise too much.
+            said = f"at {said}: through at {_minute(through, now)} UTC"
+        yield Row("Pace", said)
+    if move.ease < 1:
+        yield Row("Works, of the time", percent(move.ease, 1), "differs")
+
+
+def _late_seconds(move: TenantMigration, now: datetime) -> float:
+    """Return by how much the first pass misses its finish time, as fast as it may work now."""
+    left = move.todo - move.done if move.stage in SESSION_STAGES else 0
+    if move.finish_by is None or move.passes != 1 or move.copy_rate is None or left <= 0:
+        return 0.0
+    each = 1 / move.copy_rate + (1 / move.verify_rate if move.verify_rate else 0.0)
+    return late_seconds(left, move.ease / each, (move.finish_by - now).total_seconds())
+
+
+def _minute(at: datetime, now: datetime) -> str:
+    return f"{at.astimezone(UTC):%H:%M}" if at.date() == now.date() else clock(at, now)
+
+
 def _notice(seen: Seen) -> tuple[str, Status | None]:
     """Return what a person should read first: why it stands still, or what the last step said."""
     move = seen.move
     if seen.phase == Phase.ABORTED:
         return why_aborted(move), Status("aborted", "Why")
+    if seen.phase == Phase.ROLLED_BACK:
+        return why_rolled_back(move), Status("done", "Why")
     if seen.ended:
         return "", None
     if seen.failed_checks:
@@ -484,17 +590,62 @@ def _notice(seen: Seen) -> tuple[str, Status | None]:
         return why_aborted(move), Status("aborted", "Why")
     if move.pause_requested_at and seen.phase not in UNPAUSABLE:
         return f"By {move.pause_requested_by}: {move.pause_reason}", Status("paused", "Paused")
-    if seen.open_mismatches and seen.phase in (Phase.BACKFILL, Phase.VERIFY):
+    if seen.open_mismatches and seen.phase in COMPARED:
         blocks = "blocks" if seen.open_mismatches == 1 else "block"
-        what = "TARGET" if seen.phase == Phase.VERIFY else "the fence"
-        text = f"{counted(seen.open_mismatches, 'mismatch', 'mismatches')} {blocks} {what}:"
-        return f"{text} re-copy below, or abort.", Status("blocked", "Blocked")
+        text = f"{counted(seen.open_mismatches, 'mismatch', 'mismatches')} {blocks}"
+        out = "stop the rollback" if seen.going_back else "abort"
+        text = f"{text} {BLOCKED[seen.phase]}: re-copy below, or {out}."
+        return text, Status("blocked", "Blocked")
+    if seen.late_writes and seen.phase == Phase.SOAK:
+        return late_writes_in_words(seen), Status("blocked", "Late write")
+    if seen.waits_for_flip:
+        text = "All is equal. Waits for somebody to flip it to the target; the deadline runs."
+        return text, Status("waiting", "Ready")
     if seen.ready:
         text = "Waits for somebody to start the drain. Passes go on meanwhile."
         return text, Status("waiting", "Ready")
     if move.waiting_for:
         return f"For {move.waiting_for}.", Status("waiting", "Waits")
+    if seen.going_back or seen.rollback_waits:
+        return why_rolled_back(move), Status("moving", "Rolling back")
+    if move.ease < 1 and seen.phase == Phase.BACKFILL:
+        return move.eased_why, Status("warn", "Eased")
+    if stopped := why_stopped(move):
+        return stopped, Status("warn", "Rollback stopped")
     return "", None
+
+
+# What mismatches that nobody has settled keep from happening.
+BLOCKED = {
+    Phase.BACKFILL: "the fence",
+    Phase.VERIFY: "TARGET",
+    Phase.REVERSE_VERIFY: "REVERSE_TARGET",
+}
+
+
+def late_writes_in_words(seen: Seen) -> str:
+    """Return what late writes are of, and what a person does about them."""
+    move = seen.move
+    late = seen.late_writes
+    written = "session was written" if late == 1 else "sessions were written"
+    return (
+        f"{late:,} {written} on {move.source_store} after the cutover. {move.tenant} lives on"
+        f" {move.target_store}; nothing of it is lost there. Download both versions below, then"
+        " accept the tenant's own."
+    )
+
+
+def why_rolled_back(move: TenantMigration) -> str:
+    """Return who asked for the rollback, and why."""
+    return f"Asked for by {move.rollback_requested_by}: {move.rollback_reason}"
+
+
+def why_stopped(move: TenantMigration) -> str:
+    """Return why the last rollback came back to SOAK; "" where none did."""
+    if move.phase != Phase.SOAK or not move.past_fences:
+        return ""
+    back = move.events.filter(was__in=REVERSED, now=Phase.SOAK).first()
+    return f"{back.note}. {move.tenant} stays on {move.target_store}." if back else ""
 
 
 def why_aborted(move: TenantMigration) -> str:

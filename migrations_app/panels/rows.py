@@ -1,4 +1,4 @@
-"""What a move found and did: checks, mismatches, log, and samples of its progress."""
+"""What a move looked at and did: checks, log, and samples of its progress."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 from django.db.models import F, Q, Window
 from django.db.models.functions import RowNumber
 
-from migrations_app.domain.mismatch import WORDS, Looks
-from migrations_app.domain.phases import Phase
-from migrations_app.models import Mismatch, MoveEvent, Sample, TenantMigration
+from migrations_app.models import MoveEvent, Sample, TenantMigration
 from migrations_app.panels.seen import Seen
 from tenants.domain.words import Status, count, counted
 
 LOG_LINES = 200
-MISMATCH_ROWS = 50
 CHART_POINTS = 240
 SAMPLE_ROWS = 12
 
@@ -44,83 +41,6 @@ def checks(seen: Seen) -> Checks:
         tuple(seen.move.findings),
         green=sum(check["ok"] is True for check in seen.move.checks),
         red=sum(check["ok"] is False for check in seen.move.checks),
-    )
-
-
-@dataclass(frozen=True)
-class MismatchLine:
-    """One open mismatch as a row: which session, what differs first, and what may be done."""
-
-    # Text, for templates write numbers with separators.
-    key: str
-    session_id: str
-    user_id: str
-    # events, state, user state, app state, missing, extra.
-    what: str
-    first_difference: str
-    # The failure that it looks like, as a sentence.
-    looks: str
-    source_digest: str
-    target_digest: str
-    found_at: datetime
-    found_in: str
-    # Empty: nobody has asked for its repair.
-    repairing_by: str
-    repair: str
-
-
-@dataclass(frozen=True)
-class Mismatches:
-    lines: tuple[MismatchLine, ...]
-    open: int
-    resolved: int
-    # How many one click would ask to be repaired; 0: the phase allows none.
-    repairable: int
-
-    @property
-    def hidden(self) -> int:
-        return self.open - len(self.lines)
-
-
-PARTS = {"user": "user state", "app": "app state"}
-REPAIRS = {"user": "Reconcile user", "app": "Reconcile app", "extra": "Remove copy"}
-
-
-def mismatches(seen: Seen) -> Mismatches:
-    """Return the open mismatches, oldest first, so that rows keep their place."""
-    rows = seen.move.mismatches.filter(resolved_at=None)
-    return Mismatches(
-        tuple(mismatch_line(row) for row in rows[:MISMATCH_ROWS]),
-        seen.open_mismatches,
-        seen.move.mismatches.exclude(resolved_at=None).count(),
-        len(repairable(seen)),
-    )
-
-
-def repairable(seen: Seen) -> list[int]:
-    """Return the ids of open mismatches whose repair nobody has asked for, if the phase allows."""
-    if seen.phase not in (Phase.BACKFILL, Phase.VERIFY) or seen.aborting:
-        return []
-    rows = seen.move.mismatches.filter(resolved_at=None, repair_requested_at=None)
-    return list(rows.values_list("pk", flat=True))
-
-
-def mismatch_line(row: Mismatch) -> MismatchLine:
-    """Return one mismatch as a page shows it."""
-    known = {looks.value for looks in Looks}
-    return MismatchLine(
-        key=str(row.pk),
-        session_id=row.session_id,
-        user_id=row.user_id,
-        what=PARTS.get(row.part, row.part),
-        first_difference=row.first_difference,
-        looks=WORDS[Looks(row.looks_like)] if row.looks_like in known else "",
-        source_digest=row.source_digest,
-        target_digest=row.target_digest,
-        found_at=row.found_at,
-        found_in=row.found_in,
-        repairing_by=row.repair_requested_by if row.repair_requested_at else "",
-        repair=REPAIRS.get(row.part, "Re-copy"),
     )
 
 
@@ -188,7 +108,7 @@ def sample_rows(seen: Seen) -> tuple[SampleRow, ...]:
 def changed_in_words(seen: Seen) -> str:
     """Return the chart's reading as a sentence."""
     move = seen.move
-    if move.changed_at_drain is not None:
+    if move.changed_at_drain is not None and not seen.fence_goes_back:
         drained = f"{count(move.changed_at_drain)} sessions had changed when the fence closed"
         return f"{drained}, after {counted(move.passes, 'pass', 'passes')}."
     if move.pass_ended_at is not None:

@@ -7,12 +7,23 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django.db.models import Count, QuerySet
+from django.db.models import Count, Q, QuerySet
 
-from migrations_app.domain.phases import ENDED, FENCED, UNPAUSABLE, WAY_OUT, Mode, Phase
-from migrations_app.models import Mismatch, TenantMigration
+from migrations_app import queries
+from migrations_app.domain.mismatch import Looks
+from migrations_app.domain.phases import (
+    ENDED,
+    FENCED,
+    REVERSED,
+    UNPAUSABLE,
+    WAY_OUT,
+    Mode,
+    Phase,
+)
+from migrations_app.models import TenantMigration
 from tenants import panels as tenants_panels
 from tenants.domain.words import Status
+from tenants.models import Cell, Store
 from tenants.panels import InstanceLine
 
 ENDED_VALUES = sorted(p.value for p in ENDED)
@@ -34,10 +45,13 @@ GRAVITY = {
 
 @dataclass(frozen=True)
 class Seen:
-    """A move's row and how many of its mismatches are open, read together."""
+    """A move's row and how many of its mismatches need a person, read together."""
 
     move: TenantMigration
+    # Those that nobody has repaired or accepted, and that will not pass.
     open_mismatches: int
+    # Of these, what was written at the closed source after the cutover.
+    late_writes: int = 0
 
     @property
     def phase(self) -> Phase:
@@ -56,6 +70,47 @@ class Seen:
     def aborting(self) -> bool:
         asked = self.move.abort_requested_at is not None
         return self.phase == Phase.REOPEN or (asked and self.phase in ways_out(self.move))
+
+    @property
+    def going_back(self) -> bool:
+        """Whether data goes from the target to the source now."""
+        return self.phase in REVERSED
+
+    @property
+    def opening_again(self) -> bool:
+        """Whether a rollback was stopped and the target is being opened again."""
+        return queries.owes_opening(self.move)
+
+    @property
+    def rollback_waits(self) -> bool:
+        """Whether a rollback was asked for and has not begun."""
+        return self.phase == Phase.SOAK and self.move.rollback_requested_at is not None
+
+    @property
+    def fence_goes_back(self) -> bool:
+        """Whether the fence in the move's own columns is the way back's."""
+        return self.going_back or self.phase == Phase.ROLLED_BACK or bool(self.move.past_fences)
+
+    @property
+    def fence_cell(self) -> Cell:
+        """The cell whose instances must acknowledge the present fence."""
+        return self.move.target_cell if self.fence_goes_back else self.move.source_cell
+
+    @property
+    def on_target(self) -> bool:
+        """Whether routers read the target."""
+        move = self.move
+        return move.placement_version is not None and move.back_placement_version is None
+
+    @property
+    def home_cell(self) -> Cell:
+        """The cell that serves the tenant while no fence is closed."""
+        return self.move.target_cell if self.on_target else self.move.source_cell
+
+    @property
+    def home_store(self) -> Store:
+        """The store that routers read."""
+        return self.move.target_store if self.on_target else self.move.source_store
 
     @property
     def failed_checks(self) -> list[Mapping[str, Any]]:
@@ -86,11 +141,29 @@ class Seen:
         )
 
     @property
+    def owes_flip(self) -> bool:
+        """Whether VERIFY needs somebody's word before TARGET."""
+        move = self.move
+        return (
+            move.flip_by_hand
+            and move.flip_requested_at is None
+            and self.phase in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY)
+            and not self.aborting
+        )
+
+    @property
+    def waits_for_flip(self) -> bool:
+        """Whether all is equal and nothing but that word is missing."""
+        compared = self.phase == Phase.VERIFY and self.move.stage == "end"
+        return self.owes_flip and compared and not self.open_mismatches
+
+    @property
     def every(self) -> int | None:
         """Seconds between two looks of a page; None: nothing will change any more."""
         if self.ended:
             return None
-        return 2 if self.phase == Phase.SOAK else 1
+        calm = self.phase == Phase.SOAK and not (self.rollback_waits or self.opening_again)
+        return 2 if calm else 1
 
     @property
     def every_chart(self) -> int | None:
@@ -108,18 +181,26 @@ class Seen:
             return Status("done", "Done")
         if phase == Phase.ABORTED:
             return Status("aborted", "Aborted")
+        if phase == Phase.ROLLED_BACK:
+            return Status("done", "Rolled back")
         if self.failed_checks or self.stuck:
             return Status("blocked", "Blocked")
         if self.aborting:
-            return Status("aborted", "Aborting")
-        if self.open_mismatches and phase in (Phase.BACKFILL, Phase.VERIFY):
+            return Status("aborted", "Stopping rollback" if self.going_back else "Aborting")
+        if self.open_mismatches and phase in COMPARED:
             return Status("blocked", "Blocked")
+        if self.late_writes and phase == Phase.SOAK:
+            return Status("blocked", "Late write")
         if move.pause_requested_at and phase not in UNPAUSABLE:
             return Status("paused", "Paused")
         if move.failures:
             return Status("warn", "Retrying")
+        if self.opening_again:
+            return Status("fenced" if self.fenced else "moving", "Opening the target again")
         if self.fenced or phase in FENCED:
-            return Status("fenced", "Fenced")
+            return Status("fenced", "Rolling back" if self.going_back else "Fenced")
+        if self.rollback_waits:
+            return Status("moving", "Rolling back")
         if self.ready or self.soak_over(now) or (move.waiting_for and phase in WAITING):
             return Status("waiting", "Waiting")
         if phase == Phase.SOAK:
@@ -132,6 +213,8 @@ class Seen:
         return self.move.failures >= (2 if self.fenced else 3)
 
 
+# Phases whose mismatches keep the move from going on.
+COMPARED = frozenset({Phase.BACKFILL, Phase.VERIFY, Phase.REVERSE_VERIFY})
 # Phases in which `waiting_for` means that nothing moves.
 WAITING = frozenset({Phase.PREPARE, Phase.BACKFILL})
 
@@ -139,16 +222,17 @@ WAITING = frozenset({Phase.PREPARE, Phase.BACKFILL})
 def seen(pk: int) -> Seen | None:
     """Return the move and its open mismatches; None if there is no such move."""
     move = moves().filter(pk=pk).first()
-    if move is None:
-        return None
-    return Seen(move, move.mismatches.filter(resolved_at=None).count())
+    return None if move is None else with_mismatches([move])[0]
 
 
 def with_mismatches(rows: Sequence[TenantMigration]) -> list[Seen]:
-    """Return these moves with how many of their mismatches are open, in one read."""
-    found = Mismatch.objects.filter(move__in=rows, resolved_at=None)
-    open_ones = dict(found.values_list("move_id").annotate(open=Count("id")))
-    return [Seen(row, open_ones.get(row.pk, 0)) for row in rows]
+    """Return these moves with how many of their mismatches need a person, in one read."""
+    found = queries.blocking_of(rows).values_list("move_id")
+    late = Count("id", filter=Q(looks_like=Looks.LATE_WRITE))
+    open_ones = {
+        pk: (all_of, late) for pk, all_of, late in found.annotate(open=Count("id"), late=late)
+    }
+    return [Seen(row, *open_ones.get(row.pk, (0, 0))) for row in rows]
 
 
 def all_live() -> list[Seen]:
@@ -168,9 +252,8 @@ def ways_out(move: TenantMigration) -> Mapping[Phase, Phase]:
     return WAY_OUT[Mode(move.mode)]
 
 
-def source_lines(seen: Seen, version: int | None, now: datetime) -> list[InstanceLine]:
-    """Return the source cell's instances, as far as this move's fence is concerned."""
-    move = seen.move
+def fence_lines(seen: Seen, version: int | None, now: datetime) -> list[InstanceLine]:
+    """Return the instances that must acknowledge the fence, as far as it is concerned."""
     return tenants_panels.instance_lines(
-        move.source_cell, tenant=move.tenant, version=version, now=now
+        seen.fence_cell, tenant=seen.move.tenant, version=version, now=now
     )
