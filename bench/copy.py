@@ -102,7 +102,7 @@ def move(source: str, target: str) -> tuple[float, float]:
         there.adopt(there.guard(), mover=True, agents=False)
         began = time.perf_counter()
         for keys in chunks(here):
-            if len(copy(here, there, keys)) != len(keys):
+            if len(copy(here, there, keys).copied) != len(keys):
                 raise AssertionError("a session vanished while nobody wrote")
             copied = time.perf_counter()
             ours, theirs = digests_of_both(here, there, keys)

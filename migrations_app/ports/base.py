@@ -13,6 +13,7 @@ later claim, says Unreachable until it is opened anew.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -87,6 +88,45 @@ class SharedRow(NamedTuple):
     user_id: str | None
     state: str  # JSON text, keys without prefix
     digest: str
+
+
+class Mark:
+    """A digest over a tenant's stamps and shared state, whatever order they are met in.
+
+    The sums of the rows' digests: a sweep adds up row by row what a store adds up by itself
+    (`SessionStore.mark`), and the two are compared as text, up to 64 characters.
+    A state of '{}' counts as no row.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        """Begin, or go on from what an earlier step had added up."""
+        self._sums = [int(part, 16) for part in text.split(":")] if text else [0, 0, 0]
+
+    def session(self, key: Key, stamp: Stamp) -> None:
+        """Add one session."""
+        self._add(f"s{_framed(key.user_id)}{_framed(key.session_id)}{stamp}")
+
+    def shared(self, row: SharedRow) -> None:
+        """Add one user's shared state, or the app's."""
+        if row.state != "{}":
+            whose = "a" if row.user_id is None else f"u{_framed(row.user_id)}"
+            self._add(whose + row.digest)
+
+    def add_sums(self, count: int, first: int, second: int) -> None:
+        """Add what a database has summed up: rows, first and second 64 bits of their digests."""
+        added = zip(self._sums, (count, first, second), strict=True)
+        self._sums = [(ours + theirs) % 2**64 for ours, theirs in added]
+
+    def _add(self, text: str) -> None:
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+        self.add_sums(1, int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big"))
+
+    def __str__(self) -> str:
+        return ":".join(f"{part:x}" for part in self._sums)
+
+
+def _framed(text: str) -> str:
+    return f"{len(text.encode('utf-8', 'surrogatepass'))}:{text}"
 
 
 @dataclass(frozen=True)
@@ -206,6 +246,9 @@ class SessionStore(Protocol):
     def guard(self) -> Guard | None:
         """The tenant's guard row; None if there is none, or no guard table."""
 
+    def guards(self) -> dict[str, Guard]:
+        """Every tenant's guard row in the store, by app name."""
+
     def counts(self) -> Counts: ...
     def page(self, after: Key, limit: int) -> list[tuple[Key, Stamp]]:
         """Up to `limit` sessions behind `after`, in the store's own order. START begins.
@@ -243,7 +286,7 @@ class SessionStore(Protocol):
         """
 
     def mark(self) -> str:
-        """The high-water mark: one digest over all stamps and shared state, in one snapshot."""
+        """The high-water mark: the `Mark` of all stamps and shared state, in one snapshot."""
 
     # --- guarding -----------------------------------------------------------------------
     def provision(self) -> None:

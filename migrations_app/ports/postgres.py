@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from migrations_app.ports.base import (
     Counts,
     Digest,
     Key,
+    Mark,
     SharedRow,
     Stamp,
     Survey,
@@ -223,19 +223,20 @@ class PostgresStore(PostgresGuard):
         return {row[0]: SharedRow(*row) for row in found}
 
     def mark(self) -> str:
-        """Return one digest over every stamp and all shared state, in one snapshot.
+        """Return the `Mark` of every stamp and all shared state, in one snapshot.
 
-        Sums of the rows' digests, so the answer hangs on no order; computed where the rows
-        are: read by a cursor and sorted it took twice as long, and the fence waits for it.
+        Summed where the rows are: read by a cursor it took twice as long, and the fence waits
+        for it.
         """
+        total = Mark()
         if not self.has_tables:
-            return hashlib.sha256().hexdigest()
+            return str(total)
         stamp = _STAMP.format(n="coalesce(c.n, 0)", x="coalesce(c.x, 0)")
         with self.transaction(f"{SNAPSHOT}; {WHOLE}"):
-            sums = [
-                *self.rows(
+            for [sums] in (
+                self.rows(
                     _summed(
-                        f"s.user_id, s.id, {stamp}",
+                        f"'s' || {_framed('s.user_id')} || {_framed('s.id')} || {stamp}",
                         "{sessions} s LEFT JOIN (SELECT user_id, session_id, count(*) AS n,"
                         " sum(xmin::text::bigint) AS x FROM {events} WHERE app_name = %(app)s"
                         " GROUP BY user_id, session_id) c"
@@ -243,15 +244,21 @@ class PostgresStore(PostgresGuard):
                         " WHERE s.app_name = %(app)s",
                     )
                 ),
-                *self.rows(
+                self.rows(
                     _summed(
-                        f"t.user_id, {_SHARED_DIGEST}",
-                        "{user_states} t WHERE t.app_name = %(app)s",
+                        f"'u' || {_framed('t.user_id')} || {_SHARED_DIGEST}",
+                        "{user_states} t WHERE t.app_name = %(app)s AND t.state::text <> '{{}}'",
                     )
                 ),
-                *self.rows(_summed(_SHARED_DIGEST, "{app_states} t WHERE t.app_name = %(app)s")),
-            ]
-        return hashlib.sha256(repr([[str(v) for v in row] for row in sums]).encode()).hexdigest()
+                self.rows(
+                    _summed(
+                        f"'a' || {_SHARED_DIGEST}",
+                        "{app_states} t WHERE t.app_name = %(app)s AND t.state::text <> '{{}}'",
+                    )
+                ),
+            ):
+                total.add_sums(*map(int, sums))
+        return str(total)
 
     # --- writing -------------------------------------------------------------------------
 
@@ -552,12 +559,14 @@ def _plain(names: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
     return event
 
 
-def _summed(columns: str, rows: str) -> str:
-    """Return a query for the number of `rows` and the sums of both halves of their digests."""
+def _summed(text: str, rows: str) -> str:
+    """Return a query for the number of `rows` and the sums of their digests, as `Mark` adds."""
     return (
-        "SELECT count(*), sum(('x' || substr(h, 1, 16))::bit(64)::bigint::numeric),"
-        " sum(('x' || substr(h, 17, 16))::bit(64)::bigint::numeric) FROM"
-        # A row's own text keeps its columns apart.
-        f" (SELECT encode(sha256(convert_to(ROW({columns})::text, 'UTF8')), 'hex') AS h"
-        f" FROM {rows} OFFSET 0) d"
+        "SELECT count(*), coalesce(sum(('x' || substr(h, 1, 16))::bit(64)::bigint::numeric), 0),"
+        " coalesce(sum(('x' || substr(h, 17, 16))::bit(64)::bigint::numeric), 0) FROM"
+        f" (SELECT encode(sha256(convert_to({text}, 'UTF8')), 'hex') AS h FROM {rows} OFFSET 0) d"
     )
+
+
+def _framed(column: str) -> str:
+    return f"octet_length(convert_to({column}, 'UTF8')) || ':' || {column}"

@@ -113,6 +113,14 @@ class PostgresGuard(PostgresLink):
             ).fetchone()
         return Guard(*row) if row else None
 
+    def guards(self) -> dict[str, Guard]:
+        """Return every tenant's guard row in this store, by app name."""
+        if not self.exists("guard"):
+            return {}
+        with self.clean():
+            rows = self.rows("SELECT app_name, move, claim, mover, agents FROM {guard}")
+        return {app_name: Guard(*row) for app_name, *row in rows}
+
     # --- provisioning --------------------------------------------------------------------
 
     def provision(self) -> None:

@@ -18,6 +18,7 @@ from migrations_app.ports.base import (
     Counts,
     Digest,
     Key,
+    Mark,
     SharedRow,
     Stamp,
     Survey,
@@ -208,28 +209,22 @@ class SqliteStore(SqliteGuard):
         return {row[0]: _shared(*row) for row in found}
 
     def mark(self) -> str:
-        """Return one digest over every stamp and all shared state, in one snapshot."""
-        total = hashlib.sha256()
+        """Return the `Mark` of every stamp and all shared state, in one snapshot."""
+        total, app = Mark(), (self.app_name,)
         if not self.has_tables:
-            return total.hexdigest()
-        app = (self.app_name,)
+            return str(total)
         with self.snapshot():
             for row in self.connection.execute(
-                f"SELECT {_stamp_columns('main')} FROM sessions s WHERE s.app_name = ?"
-                " ORDER BY s.user_id, s.id",
-                app,
+                f"SELECT {_stamp_columns('main')} FROM sessions s WHERE s.app_name = ?", app
             ):
-                key, stamp = _stamped(row)
-                total.update(_hash_row(["session", *key, stamp]))
+                total.session(*_stamped(row))
             for row in self.connection.execute(
-                "SELECT user_id, state FROM user_states WHERE app_name = ? ORDER BY user_id", app
+                "SELECT user_id, state FROM user_states WHERE app_name = ?"
+                " UNION ALL SELECT NULL, state FROM app_states WHERE app_name = ?",
+                app * 2,
             ):
-                total.update(_hash_row(["user", *row]))
-            for row in self.connection.execute(
-                "SELECT state FROM app_states WHERE app_name = ?", app
-            ):
-                total.update(_hash_row(["app", *row]))
-        return total.hexdigest()
+                total.shared(_shared(*row))
+        return str(total)
 
     # --- rows for a store of another kind ------------------------------------------------
 
@@ -376,15 +371,20 @@ class SqliteStore(SqliteGuard):
         return dict(_stamped(row) for row in found)
 
     def _framed(self, table: str, alias: str) -> str:
-        """List a table's columns, the key's left out, each as its storage class and bytes."""
+        """List a table's columns, the key's left out, each as its storage class and bytes.
+
+        A REAL as it is: cast, it would be text of 15 digits, and a float has 17.
+        """
         own = [
             name
             for name in sorted(self.columns()[table])
             if name not in _KEY_COLUMNS and (table, name) != ("sessions", "id")
         ]
-        return ", ".join(
-            f"typeof({alias}.{quote(name)}), CAST({alias}.{quote(name)} AS BLOB)" for name in own
-        )
+        parts = []
+        for column in (f"{alias}.{quote(name)}" for name in own):
+            raw = f"CASE typeof({column}) WHEN 'real' THEN {column} ELSE CAST({column} AS BLOB) END"
+            parts += [f"typeof({column})", raw]
+        return ", ".join(parts)
 
 
 def copy(source: SqliteStore, target: SqliteStore, keys: Sequence[Key]) -> dict[Key, Copied]:

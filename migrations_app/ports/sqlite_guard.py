@@ -46,6 +46,13 @@ class SqliteGuard(SqliteLink):
         move, claim, mover, agents = found[0]
         return Guard(move, claim, bool(mover), bool(agents))
 
+    def guards(self) -> dict[str, Guard]:
+        """Return every tenant's guard row in this store, by app name."""
+        if not self.exists("switchyard_guard"):
+            return {}
+        rows = self.rows("SELECT app_name, move, claim, mover, agents FROM switchyard_guard")
+        return {app: Guard(move, claim, bool(m), bool(a)) for app, move, claim, m, a in rows}
+
     # --- provisioning --------------------------------------------------------------------
 
     def making(self, missing: Iterable[str]) -> list[str]:

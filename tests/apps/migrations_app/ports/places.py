@@ -8,15 +8,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import psycopg
+import pytest
 
 from migrations_app.ports import open_store, schema
 from migrations_app.ports.base import SessionStore
 
 ACME, BOLT = "support.acme", "support.bolt"
 TABLES = ("app_states", "user_states", "sessions", "events")
+
+
+# What only DatabaseSessionService's tables have: a version, NULL data, an index to lose.
+of_adk_sql = pytest.mark.parametrize("dialect", ["postgresql", "sqlite"])
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Place:
     url: str
     reference: str
     path: str = field(default="")
+    kind: str = "adk-sql"
 
     @contextmanager
     def connect(self) -> Iterator[Any]:
@@ -48,14 +55,21 @@ class Place:
     def open(
         self, *, app_name: str = ACME, move: int = 1, claim: int = 1
     ) -> AbstractContextManager[SessionStore]:
-        return open_store("adk-sql", self.reference, app_name=app_name, move=move, claim=claim)
+        return open_store(self.kind, self.reference, app_name=app_name, move=move, claim=claim)
 
     def make_tables(self) -> None:
         with self.connect() as agent:
             agent.execute("BEGIN")
-            for statement in schema.tables(self.dialect, schema.TABLES):
+            own = self.kind == "adk-sqlite"
+            for statement in (
+                schema.adk_sqlite_tables(TABLES) if own else schema.tables(self.dialect, TABLES)
+            ):
                 agent.execute(statement)
             agent.execute("COMMIT")
+
+    def time(self, text: str) -> str | float:
+        """Spell a time as this store's columns do."""
+        return seconds(text) if self.kind == "adk-sqlite" else text
 
     def rows(self, app_name: str = ACME, *, tables: tuple[str, ...] = TABLES) -> dict[str, Any]:
         """Return every row of a tenant as text, by table; the state rows' own time left out."""
@@ -101,6 +115,19 @@ def run(connection: Any, statement: str, *params: Any) -> list[Any]:
     return cursor.fetchall() if cursor.description else []
 
 
+def seconds(text: str) -> float:
+    """Return a time as SqliteSessionService keeps it."""
+    return datetime.fromisoformat(f"{text}+00:00").timestamp()
+
+
+def _time(agent: Any, text: str) -> str | float:
+    """Spell a time as the store behind an agent's connection does."""
+    if isinstance(agent, psycopg.Connection):
+        return text
+    types = {row[1]: row[2] for row in agent.execute("PRAGMA table_info(sessions)")}
+    return seconds(text) if types["update_time"] == "REAL" else text
+
+
 def fill(
     place: Place, app_name: str, *, users: int = 2, sessions: int = 5, events: int = 3
 ) -> None:
@@ -141,8 +168,8 @@ def put_session(agent: Any, app_name: str, user: str, name: str, state: Any) -> 
         user,
         name,
         dumps(state),
-        "2026-01-01 00:00:00.000001",
-        "2026-01-01 10:00:00.123456",
+        _time(agent, "2026-01-01 00:00:00.000001"),
+        _time(agent, "2026-01-01 10:00:00.123456"),
     )
 
 
@@ -157,7 +184,7 @@ def put_event(
     data: Any = None,
 ) -> None:
     """Append an event as google-adk does: the session's time is the event's."""
-    at = f"2026-01-01 10:00:{second:02}.123456"
+    at = _time(agent, f"2026-01-01 10:00:{second:02}.123456")
     body = {"id": name, "author": "user", "content": {"parts": [{"text": "hi"}]}}
     run(
         agent,

@@ -199,7 +199,7 @@ def test_a_backend_stuck_in_copy_is_ended_by_the_next_claim(source: Place, targe
         began = time.monotonic()
         later.take(mover=True, agents=False)
         assert time.monotonic() - began < 3
-        assert len(copy(here, later, [S0])) == 1
+        assert len(copy(here, later, [S0]).copied) == 1
         with suppress(psycopg.Error):
             copying.__exit__(None, None, None)
         with pytest.raises(Unreachable):
@@ -311,7 +311,7 @@ def test_a_long_writer_makes_closing_busy_not_stuck(live: Place) -> None:
 
 def test_a_deadlock_is_tried_again(source: Place, target: Place) -> None:
     with source.open() as here, target.open() as there:
-        copied = copy(here, there, [S0, S2])
+        copied = copy(here, there, [S0, S2]).copied
         with psycopg.connect(target.url) as writer:
             # So that the server always chooses us.
             writer.execute("SET deadlock_timeout = '20s'")
@@ -360,7 +360,7 @@ def test_a_claim_that_takes_over_waits_for_a_write_under_way(source: Place, targ
 
 def test_a_write_waits_for_no_lock_longer_than_a_lease(source: Place, target: Place) -> None:
     with source.open() as here, target.open() as there:
-        copied = copy(here, there, [S0])
+        copied = copy(here, there, [S0]).copied
         with psycopg.connect(target.url) as writer:
             writer.execute("SET switchyard.mover = 'agent'")
             writer.execute("SELECT 1 FROM sessions FOR UPDATE")
@@ -374,7 +374,7 @@ def test_an_edit_between_surveying_and_deleting_leaves_the_session(
     source: Place, target: Place
 ) -> None:
     with source.open() as here, target.open() as there:
-        copied = copy(here, there, [S0, S2])
+        copied = copy(here, there, [S0, S2]).copied
         stamps = {key: stamp.target for key, stamp in copied.items()}
         with psycopg.connect(target.url) as writer:
             writer.execute("SET switchyard.mover = 'agent'")

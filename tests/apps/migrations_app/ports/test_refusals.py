@@ -26,7 +26,6 @@ from migrations_app.ports.base import (
     ColumnsDiffer,
     Finding,
     Key,
-    MixedPair,
     NotASessionStore,
     OldSchema,
     StoreRefused,
@@ -36,7 +35,7 @@ from migrations_app.ports.base import (
     WrongCredentials,
 )
 from tests.apps.migrations_app.ports import places
-from tests.apps.migrations_app.ports.places import ACME, Place
+from tests.apps.migrations_app.ports.places import ACME, Place, of_adk_sql
 
 SECRET = "hunter2-s3cret"
 S0 = Key("u0", "s0")
@@ -276,6 +275,7 @@ def test_a_connection_that_is_lost_is_unreachable(source: Place) -> None:
 # --- schemas ---------------------------------------------------------------------------------
 
 
+@of_adk_sql
 def test_a_v0_schema_is_refused_with_the_way_out(empty: Place) -> None:
     empty.run("CREATE TABLE sessions (app_name text, user_id text, id text, update_time text)")
     empty.run("CREATE TABLE events (id text, app_name text, actions text)")
@@ -285,6 +285,7 @@ def test_a_v0_schema_is_refused_with_the_way_out(empty: Place) -> None:
         store.survey()
 
 
+@of_adk_sql
 @pytest.mark.parametrize(("version", "kind"), [("0", OldSchema), ("2", NotASessionStore)])
 def test_a_version_row_decides(source: Place, version: str, kind: type[StoreRefused]) -> None:
     source.run("UPDATE adk_internal_metadata SET value = ?", version)
@@ -292,12 +293,14 @@ def test_a_version_row_decides(source: Place, version: str, kind: type[StoreRefu
         store.survey()
 
 
+@of_adk_sql
 def test_a_version_table_without_its_row_is_malformed(source: Place) -> None:
     source.run("DELETE FROM adk_internal_metadata")
     with source.open() as store, refused(NotASessionStore):
         store.survey()
 
 
+@of_adk_sql
 def test_a_database_from_before_the_version_table_is_v1(source: Place) -> None:
     source.run("DROP TABLE adk_internal_metadata")
     with source.open() as store:
@@ -311,14 +314,28 @@ def test_tables_that_only_share_their_names_are_no_session_store(empty: Place) -
         store.survey()
 
 
-@sqlite_only
-def test_the_layout_of_sqlite_session_service_is_refused_by_name(empty: Place) -> None:
-    empty.run(
-        "CREATE TABLE sessions (app_name TEXT, user_id TEXT, id TEXT, state TEXT,"
-        " create_time REAL, update_time REAL)"
-    )
-    with empty.open() as store, pytest.raises(NotASessionStore, match="SqliteSessionService"):
+@pytest.mark.parametrize(
+    ("dialect", "kind", "named"),
+    [
+        ("adk-sqlite", "adk-sql", "SqliteSessionService"),
+        ("sqlite", "adk-sqlite", "DatabaseSessionService"),
+    ],
+)
+def test_the_other_kind_of_a_file_is_refused_by_name(source: Place, kind: str, named: str) -> None:
+    with (
+        open_store(kind, source.reference, app_name=ACME) as store,
+        pytest.raises(NotASessionStore, match=f"{named}.*kind {source.kind}"),
+    ):
         store.survey()
+
+
+def test_adk_sqlite_is_never_postgresql(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORE", f"postgresql://alice:{SECRET}@127.0.0.1:1/x")
+    with (
+        refused(UnknownKind, "alice"),
+        open_store("adk-sqlite", "env:STORE", app_name=ACME),
+    ):
+        pass
 
 
 # --- pairs -----------------------------------------------------------------------------------
@@ -335,14 +352,17 @@ def test_a_source_without_tables_is_refused(empty: Place, source: Place) -> None
         check_pair(survey(empty), survey(source))
 
 
-def test_a_mixed_pair_is_refused(new_place: Callable[[str, str], Place]) -> None:
+def test_a_column_that_google_adk_does_not_know_goes_nowhere_else(
+    new_place: Callable[[str, str], Place],
+) -> None:
     one, other = new_place("postgresql", "ONE"), new_place("sqlite", "OTHER")
     places.fill(one, ACME)
     places.fill(other, ACME)
-    with pytest.raises(MixedPair, match=r"^Not yet"):
-        check_pair(survey(one), survey(other))
-    with one.open() as here, other.open() as there, pytest.raises(MixedPair):
-        copy(here, there, [S0])
+    check_pair(survey(one), survey(other))
+    for place, foreign in ((one, "events.extra varchar"), (other, "events.extra")):
+        place.run("ALTER TABLE events ADD COLUMN extra text")
+        with pytest.raises(ColumnsDiffer, match=f"know: {foreign}."):
+            check_pair(survey(place), survey(other if place is one else one))
 
 
 @pytest.mark.parametrize("prepared", [True, False])
@@ -425,11 +445,13 @@ def test_a_state_that_is_no_object_is_named(source: Place, state: str) -> None:
     assert found["user_states.state", False].count == 2
 
 
+@of_adk_sql
 def test_an_event_without_data_is_named(source: Place) -> None:
     source.run("UPDATE events SET event_data = NULL WHERE app_name = ? AND id = 's0-e1'", ACME)
     assert findings(source)["events.event_data", False].example == "u0/s0"
 
 
+@of_adk_sql
 def test_a_user_without_a_state_row_is_named(source: Place) -> None:
     source.run("DELETE FROM user_states WHERE app_name = ? AND user_id = 'u1'", ACME)
     found = findings(source)["user_states", False]
@@ -437,6 +459,7 @@ def test_a_user_without_a_state_row_is_named(source: Place) -> None:
     assert "given an empty one" in found.reason
 
 
+@of_adk_sql
 def test_findings_are_of_this_tenant_only(source: Place) -> None:
     source.run("DELETE FROM user_states WHERE app_name <> ?", ACME)
     source.run("UPDATE events SET event_data = NULL WHERE app_name <> ?", ACME)
@@ -515,6 +538,7 @@ def limited(place: Place, right: str) -> Iterator[Place]:
             admin.execute("DROP ROLE limited")
 
 
+@of_adk_sql
 def test_events_without_an_index_by_session_block(source: Place) -> None:
     source.run("DROP INDEX idx_events_app_user_session_ts_id")
     assert "no index begins with" in findings(source)["events", True].reason

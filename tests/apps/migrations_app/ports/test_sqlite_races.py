@@ -42,7 +42,7 @@ def test_the_journal_mode_of_a_store_is_never_changed(
         assert place.run(f"PRAGMA journal_mode = {mode}") == [(mode,)]
     with source.open() as here, target.open() as there:
         here.provision()
-        copied = copy(here, there, [key for key, _ in here.page(START, 100)])
+        copied = copy(here, there, [key for key, _ in here.page(START, 100)]).copied
         there.write_shared(here.shared_page(None, 100))
         there.delete_unchanged({key: stamp.target for key, stamp in list(copied.items())[:1]})
         there.survey()
@@ -54,8 +54,8 @@ def test_agents_never_see_the_movers_flag(source: Place, target: Place) -> None:
     with source.open() as here, target.open() as there, target.connect() as agent:
         assert isinstance(there, sqlite.SqliteStore)
         agent.execute("PRAGMA busy_timeout = 0")
-        with there.choosing([S0]), there.writing():
-            there.remove()
+        with there.writing():
+            there.remove([S0])
             # The chunk's lock keeps agents out while the flag is up.
             with pytest.raises(sqlite3.OperationalError, match="locked"):
                 places.put_session(agent, ACME, "u0", "new", {})
@@ -197,7 +197,7 @@ def test_a_long_copy_lets_live_turns_through(live: Place, target: Place) -> None
     with live.open() as here, target.open() as there:
         keys = [key for key, _ in here.page(START, 1000)]
         talking = Thread(talk)
-        copied = copy(here, there, keys)
+        copied = copy(here, there, keys).copied
         digests = there.digests(keys)
         stop.set()
         talking.result()
@@ -212,11 +212,12 @@ def test_a_copy_keeps_no_agent_of_a_wal_source_waiting(live: Place, target: Plac
         assert isinstance(there, sqlite.SqliteStore)
         agent.execute("PRAGMA busy_timeout = 0")
         there.connection.execute("ATTACH ? AS source", (f"file:{live.path}",))
-        with there.choosing([S0]), there.writing():
-            assert set(there.read_stamps("source")) == {S0}
+        there.choose([S0])
+        with there.writing():
+            assert set(there.chosen_stamps("source")) == {S0}
             places.put_event(agent, ACME, *S0, "meanwhile", second=30)
             # One snapshot for the whole bite.
-            assert there.read_stamps("source")[S0].split("/")[1] == "3"
+            assert there.chosen_stamps("source")[S0].split("/")[1] == "3"
 
 
 def test_memory_does_not_grow_with_the_tenant(live: Place, target: Place) -> None:
