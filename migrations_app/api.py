@@ -1,20 +1,32 @@
-"""Moves for operators' programs: every verb that a page has, under the same permissions."""
+"""Moves for operators' programs: every verb that a page has, under the same permissions.
+
+A verb that takes something away (`rollback`, `confirm-offboard`) is a dry run unless the caller
+says `"dry_run": false`, as a page shows its dialog first: it answers what would happen, or the
+refusal that would come, and changes nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from django.http import HttpRequest
+from django.db import transaction
+from django.http import HttpRequest, StreamingHttpResponse
+from django.http.response import HttpResponseBase
 from ninja import Router, Schema, Status
 from pydantic import Field
 
 from durable.clock import database_now
 from migrations_app import queries, services
-from migrations_app.domain.phases import ENDED
+from migrations_app.domain.mismatch import WORDS, Looks
+from migrations_app.domain.phases import ENDED, REVERSED
 from migrations_app.dry_run import dry_run, paced
-from migrations_app.models import TenantMigration
+from migrations_app.models import Mismatch, TenantMigration
+from migrations_app.panels.diff import versions as versions_of
+from migrations_app.panels.mismatches import MismatchFilter, state_of
 from tenants.api import Error, Moment, NotFound, PageOut, Reason, Slug, find, page, require
 from tenants.domain.roles import Role
 from tenants.models import Cell, Store, Tenant
@@ -23,6 +35,18 @@ router = Router(tags=["moves"])
 
 REFUSALS = {403: Error, 404: Error, 409: Error, 422: Error}
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class FenceOut(Schema):
+    """A fence that opened again: what was expected of it, in seconds."""
+
+    # True: it closed on the target, for a rollback.
+    back: bool
+    # Null: it never closed.
+    closed_at: datetime | None
+    opened_at: datetime | None
+    expected: float | None
+    worst: float | None
 
 
 class MoveOut(Schema):
@@ -55,6 +79,29 @@ class MoveOut(Schema):
     deadline_at: datetime | None
     fence_opened_at: datetime | None
     placement_version: int | None
+    # Null: it was not rolled back.
+    back_placement_version: int | None
+    # Earlier fences, oldest first; the fields above are the last one's.
+    past_fences: list[FenceOut]
+    soak_until: datetime | None
+    # Sessions written, born or deleted on the target since the cutover, and when they were
+    # counted. Null: not looked at yet.
+    touched: int | None
+    touched_at: datetime | None
+    # Written at the closed source after the cutover, and not accepted.
+    late_writes: int
+    # A rollback was asked for, or is under way.
+    rolling_back: bool
+    rollback_requested_by: str
+    rollback_reason: str
+    pace_per_second: float | None
+    finish_by: datetime | None
+    # The share of the time in which it works: below 1 it leaves a slow store alone, and says why.
+    ease: float
+    eased_why: str
+    flip_by_hand: bool
+    flip_requested_at: datetime | None
+    offboard_confirmed_at: datetime | None
     # Counts visible changes.
     version: int
 
@@ -125,14 +172,91 @@ class HoldIn(ActIn):
     seconds: Seconds
 
 
+# No larger than an id can be: SQLite's driver fails on such a number.
+Id = Annotated[int, Field(ge=1, lt=2**63)]
+
+
 class RecopyIn(ActIn):
-    # No larger than an id can be: SQLite's driver fails on such a number.
-    mismatches: Annotated[list[Annotated[int, Field(ge=1, lt=2**63)]], Field(max_length=10_000)]
+    mismatches: Annotated[list[Id], Field(max_length=10_000)]
 
 
-class ConfirmIn(ActIn):
+class AcceptIn(RecopyIn):
+    """Which differences may stay, and why."""
+
+
+class PaceIn(ActIn):
+    # Sessions per second, or a time to be through by. Both null: as fast as both stores allow.
+    pace_per_second: Seconds | None = None
+    finish_by: Moment | None = None
+
+
+class DryIn(ActIn):
+    """A verb that takes something away."""
+
+    # False: do it. True: answer what would happen, or the refusal; nothing changes.
+    dry_run: bool = True
+
+
+class RollbackIn(DryIn):
+    # Replaces the move's budget for this fence. Null: the move's own.
+    budget_seconds: Seconds | None = None
+
+
+class ConfirmIn(DryIn):
     # The tenant's slug.
     typed: str
+
+
+class RollbackOut(Schema):
+    """What a rollback would do now (`dry_run`), or what was asked for."""
+
+    dry_run: bool
+    move: MoveOut
+    # The fence on the target.
+    quote: QuoteOut
+    # Sessions that would be carried back, as a forecast.
+    to_carry: int
+    # Of the soak, in seconds; 0: it is over.
+    soak_left: float
+
+
+class OffboardOut(Schema):
+    """What OFFBOARD would delete at the source (`dry_run`), or what was confirmed."""
+
+    dry_run: bool
+    move: MoveOut
+    # Sessions that this move copied; each is deleted only where it is still what was recorded.
+    sessions: int
+    # When the soak is over and it begins. Null: now.
+    begins_at: datetime | None
+
+
+class MismatchOut(Schema):
+    id: int
+    # open, transient (the next pass takes it along), accepted or resolved.
+    state: str
+    # Empty for the app's shared state, and for shared state.
+    user_id: str
+    session_id: str
+    # events, state, user, app, missing, extra or value.
+    part: str
+    first_difference: str
+    # The failure that it looks like, as a word and as a sentence.
+    looks_like: str
+    looks: str
+    source_digest: str
+    target_digest: str
+    found_at: datetime
+    found_in: str
+    repair_requested_at: datetime | None
+    repair_requested_by: str
+    accepted_at: datetime | None
+    accepted_by: str
+    accepted_reason: str
+    resolved_at: datetime | None
+
+
+MismatchState = Literal["", "open", "transient", "accepted", "resolved", "all"]
 
 
 @router.get("", response=PageOut[MoveOut])
@@ -246,16 +370,135 @@ def recopy(request: HttpRequest, pk: int, body: RecopyIn) -> dict[str, Any]:
     return _act(request, pk, services.recopy, body, mismatch_ids=body.mismatches)
 
 
-@router.post("/{pk}/confirm-offboard", response={200: MoveOut, **REFUSALS})
+@router.get("/{pk}/mismatches", response={200: PageOut[MismatchOut], **REFUSALS})
+def mismatches(
+    request: HttpRequest,
+    pk: int,
+    state: MismatchState = "",
+    looks_like: Looks | None = None,
+    after: Annotated[int, Field(ge=0, lt=2**63)] = 0,
+) -> dict[str, Any]:
+    """List what differs, oldest first: all that is not settled, or of one state or kind."""
+    require(request, Role.VIEWER)
+    wanted = MismatchFilter(state=state, kind=looks_like or "")
+    return page(wanted.of(_move(pk)), "pk", after, _mismatch)
+
+
+@router.get("/{pk}/mismatches/{mismatch}/versions", response=REFUSALS)
+def versions(request: HttpRequest, pk: int, mismatch: Id) -> HttpResponseBase:
+    """Download both versions of one difference. Values may be secrets: operators only."""
+    require(request, Role.OPERATOR)
+    row = _move(pk)
+    found = row.mismatches.filter(pk=mismatch)
+    if not found:
+        raise NotFound(f"{row} has no mismatch {mismatch}.")
+    return _file(row, found)
+
+
+@router.get("/{pk}/late-writes", response=REFUSALS)
+def late_versions(request: HttpRequest, pk: int) -> HttpResponseBase:
+    """Download both versions of every late write at the closed source. Operators only."""
+    require(request, Role.OPERATOR)
+    row = _move(pk)
+    return _file(row, queries.late_writes(row).iterator(chunk_size=100))
+
+
+def _file(move: TenantMigration, rows: Iterable[Mismatch]) -> HttpResponseBase:
+    pieces = versions_of(move, rows, now=database_now())
+    headers = {"Cache-Control": "no-store"}
+    return StreamingHttpResponse(pieces, content_type="application/json", headers=headers)
+
+
+@router.post("/{pk}/reconcile-users", response={200: MoveOut, **REFUSALS})
+def reconcile_users(request: HttpRequest, pk: int, body: RecopyIn) -> dict[str, Any]:
+    """Write the shared state of these mismatches' users by value again."""
+    return _act(request, pk, services.reconcile_users, body, mismatch_ids=body.mismatches)
+
+
+@router.post("/{pk}/accept", response={200: MoveOut, **REFUSALS})
+def accept(request: HttpRequest, pk: int, body: AcceptIn) -> dict[str, Any]:
+    """Let differences stay that lose nothing; of a late write the tenant's own version stands."""
+    return _act(request, pk, services.accept, body, mismatch_ids=body.mismatches)
+
+
+@router.post("/{pk}/pace", response={200: MoveOut, **REFUSALS})
+def set_pace(request: HttpRequest, pk: int, body: PaceIn) -> dict[str, Any]:
+    """Change how fast BACKFILL copies, while it runs."""
+    given = {"pace_per_second": body.pace_per_second, "finish_by": body.finish_by}
+    return _act(request, pk, services.set_pace, body, **given)
+
+
+@router.post("/{pk}/flip", response={200: MoveOut, **REFUSALS})
+def flip(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
+    """Give the word for TARGET to a move that was started with `flip_by_hand`."""
+    return _act(request, pk, services.flip, body)
+
+
+@router.post("/{pk}/rollback", response={200: RollbackOut, **REFUSALS})
+def rollback(request: HttpRequest, pk: int, body: RollbackIn) -> dict[str, Any]:
+    """Take the tenant back to the source, with all that it wrote since. A dry run by default.
+
+    The dry run needs what the act needs, a reason too, and answers the same refusals.
+    """
+    now, row = database_now(), _move(pk)
+    found = queries.fence_quote(row, now=now)
+    left = (row.soak_until - now).total_seconds() if row.soak_until else 0.0
+    told = {
+        "dry_run": body.dry_run,
+        "quote": {
+            "expected": found.expected,
+            "worst": found.worst,
+            "budget": body.budget_seconds or row.budget_seconds,
+        },
+        "to_carry": queries.to_carry(row),
+        "soak_left": max(left, 0.0),
+    }
+    details = {"budget_seconds": body.budget_seconds}
+    return told | {"move": _perhaps(request, pk, services.rollback, body, **details)}
+
+
+@router.post("/{pk}/cancel-rollback", response={200: MoveOut, **REFUSALS})
+def cancel_rollback(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
+    """Take a rollback back that has not closed the fence yet. Afterwards: abort, which stops it."""
+    return _act(request, pk, services.cancel_rollback, body)
+
+
+@router.post("/{pk}/confirm-offboard", response={200: OffboardOut, **REFUSALS})
 def confirm_offboard(request: HttpRequest, pk: int, body: ConfirmIn) -> dict[str, Any]:
-    """Let the source's copy be deleted when the soak is over."""
-    return _act(request, pk, services.confirm_offboard, body, typed=body.typed)
+    """Let the source's copy be deleted when the soak is over. A dry run by default.
+
+    The dry run needs what the act needs, the typed name too, and answers the same refusals.
+    """
+    now, row = database_now(), _move(pk)
+    later = row.soak_until is not None and row.soak_until > now
+    told = {
+        "dry_run": body.dry_run,
+        "sessions": row.stamps.count(),
+        "begins_at": row.soak_until if later else None,
+    }
+    return told | {"move": _perhaps(request, pk, services.confirm_offboard, body, typed=body.typed)}
 
 
 @router.post("/{pk}/leave-behind", response={200: MoveOut, **REFUSALS})
 def leave_behind(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
     """End a move although what it should clean can't be reached."""
     return _act(request, pk, services.leave_behind, body)
+
+
+class _OnlyTold(Exception):
+    """Leaves the transaction of a dry run, so that nothing of it stays."""
+
+
+def _perhaps(
+    request: HttpRequest, pk: int, verb: Any, body: DryIn, **details: Any
+) -> dict[str, Any]:
+    """Carry out a verb; of a dry run nothing stays, and it is refused like the act itself."""
+    if not body.dry_run:
+        return _act(request, pk, verb, body, **details)
+    with suppress(_OnlyTold), transaction.atomic():
+        _act(request, pk, verb, body, **details)
+        raise _OnlyTold
+    return _out(_move(pk))
 
 
 def _act(request: HttpRequest, pk: int, verb: Any, body: ActIn, **details: Any) -> dict[str, Any]:
@@ -293,4 +536,22 @@ def _out(move: TenantMigration) -> dict[str, Any]:
         "open_mismatches": queries.open_mismatches(move),
         "paused": move.pause_requested_at is not None,
         "aborting": move.abort_requested_at is not None and move.ended_at is None,
+        "rolling_back": move.phase in REVERSED or move.rollback_requested_at is not None,
+        "late_writes": queries.late_writes(move).filter(accepted_at=None).count(),
+        "past_fences": [_fence(entry, index) for index, entry in enumerate(move.past_fences)],
     }
+
+
+def _fence(entry: dict[str, Any], index: int) -> dict[str, Any]:
+    return {
+        "back": index > 0,
+        "closed_at": entry["fence_closed_at"],
+        "opened_at": entry["fence_opened_at"],
+        "expected": entry["quote"].get("expected"),
+        "worst": entry["quote"].get("worst"),
+    }
+
+
+def _mismatch(row: Mismatch) -> dict[str, Any]:
+    same = {name: getattr(row, name) for name in MismatchOut.model_fields if hasattr(row, name)}
+    return same | {"state": state_of(row), "looks": WORDS[Looks(row.looks_like)]}

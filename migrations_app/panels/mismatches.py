@@ -294,13 +294,25 @@ def _parts(row: Mismatch) -> tuple[str, str]:
     return DIFFERS, NOT_COMPARED
 
 
-def _status(row: Mismatch) -> Status:
+def state_of(row: Mismatch) -> str:
+    """Return which of STATES a row is in."""
     if row.resolved_at is not None:
-        return Status("done", "Resolved")
+        return "resolved"
     if row.accepted_at is not None:
-        return Status("kept", "Accepted")
-    if row.transient:
-        return Status("live", "Transient")
+        return "accepted"
+    return "transient" if row.transient else "open"
+
+
+STATUSES = {
+    "resolved": Status("done", "Resolved"),
+    "accepted": Status("kept", "Accepted"),
+    "transient": Status("live", "Transient"),
+}
+
+
+def _status(row: Mismatch) -> Status:
+    if (state := state_of(row)) != "open":
+        return STATUSES[state]
     if row.repair_requested_at is not None:
         return Status("live", "Asked for")
     return Status("blocked", "Late write" if row.looks_like == Looks.LATE_WRITE else "Open")
