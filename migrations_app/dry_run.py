@@ -361,13 +361,13 @@ def _drain(plan: _Plan) -> str:
 def _delta(plan: _Plan) -> str:
     changed = plan.rates.changed
     copying = plan.rates.copy or ASSUMED_RATE
-    hundred = f"each 100 take {duration(100 / copying)}"
+    each = _each(copying)
     if changed is None:
-        text = f"What changed since its copy goes over: {hundred}."
+        text = f"What changed since its copy goes over: {each}."
     else:
         text = (
             f"What changed since its copy goes over: {counted(changed, 'session')} in the last move"
-            f" of {plan.tenant}, {duration(changed / copying)}; {hundred}."
+            f" of {plan.tenant}, {duration(changed / copying)}; {each}."
         )
     shared = plan.source.users / (plan.rates.shared or ASSUMED_RATE)
     users = counted(plan.source.users, "user")
@@ -427,10 +427,15 @@ def _ways_back(plan: _Plan) -> Iterator[Line]:
         f"Until TARGET, at any moment: {plan.home.store} opens again and what was copied is removed"
         f" from {plan.target_store}.",
     )
-    hundred = duration(100 / (plan.rates.copy or ASSUMED_RATE))
+    each = _each(plan.rates.copy or ASSUMED_RATE)
     yield Line(
         "Roll back",
         f"Until the soak ends: a fence closes on {plan.target_cell}, every session touched since"
-        f" goes back to {plan.home.store} (each 100 take {hundred}), deletes too, all is compared,"
+        f" goes back to {plan.home.store} ({each}), deletes too, all is compared,"
         f" and {plan.tenant} lives on {plan.home.cell}, {plan.home.store} again.",
     )
+
+
+def _each(per_second: float) -> str:
+    some = throttle.some(per_second)
+    return f"each {some:,} take {duration(throttle.backfill_seconds(some, per_second))}"

@@ -22,8 +22,9 @@ LEAST_SESSIONS = 20
 SLOW, FINE = 2.0, 1.3
 # A store is slow when the same small look takes so many times its best.
 SLOW_LOOK = 1.5
-# Looks faster than this are all the same: what differs below is noise (seconds).
-FLOOR_SECONDS = 0.005
+# Looks faster than this are all the same: what differs below is noise, up to 8 ms of it on two
+# cores at a load of 3 (seconds).
+FLOOR_SECONDS = 0.010
 # So many judgements in a row move the ease by one step: one alone may be somebody's vacuum.
 IN_A_ROW = 2
 LEAST_EASE = 1 / 16
@@ -292,6 +293,15 @@ def sampled(speed: Speed, sessions: int, seconds: float) -> Speed:
     )
 
 
+def some(per_second: float) -> int:
+    """Return a number of sessions whose copy takes a time worth naming.
+
+    >>> some(40), some(950)
+    (100, 1000)
+    """
+    return 100 if per_second <= 100 else 1000
+
+
 def sample_words(sample: int, seconds: float, *, sessions: int, changed: int) -> str:
     """Say what a sample of the copy means for the move: `changed` will be, of all `sessions`.
 
@@ -305,8 +315,8 @@ meanwhile 22.5s inside the fence'
 meanwhile 2.5s inside the fence'
     """
     speed = sample / seconds
-    each = f"{changed:,}" if changed else "each 100"
-    inside = duration(backfill_seconds(changed or 100, speed))
+    each = f"{changed:,}" if changed else f"each {some(speed):,}"
+    inside = duration(backfill_seconds(changed or some(speed), speed))
     return (
         f"{counted(sample, 'session')} copied in {duration(seconds)} ({rate(speed)}): all"
         f" {sessions:,} take {duration(backfill_seconds(sessions, speed))}, and {each} that change"
