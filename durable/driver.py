@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -60,6 +60,9 @@ class Machine:
     )
     # Columns of requests that keep a row out of a phase of no return while they are set.
     requests: tuple[str, ...] = ("abort_requested_at", "pause_requested_at")
+    # Says why no machine may take a step; empty while they may. Our rows may be older than what
+    # steps would act on.
+    halted: Callable[[], str] = lambda: ""
     # Who writes the machine's own lines in the log.
     name: str = "mover"
 
@@ -71,10 +74,18 @@ def advance(machine: Machine, pk: int, *, clock: Clock) -> bool:
     worker holds it, or it has ended. A duplicate message costs one UPDATE that matches no row.
     A step's own exception is settled as a back-off and logged, not raised. `Overtaken` settles
     nothing, for somebody else is at work; without a later claim it is a failure like others: a
-    store is guarded by somebody whom we don't know.
+    store is guarded by somebody whom we don't know. While machines are halted nothing is done.
     """
+    if machine.halted():
+        return False
     row = _claim(machine, pk, clock())
     if row is None:
+        return False
+    if machine.halted():
+        # Halted between the look and the claim. Whoever halts looks for claims that are not
+        # settled and waits for them: it has seen this one, or we see its halt here.
+        with suppress(Overtaken):
+            _give_back(machine, row, clock())
         return False
     try:
         outcome = _answer(machine, row, clock)
@@ -98,6 +109,8 @@ def advance(machine: Machine, pk: int, *, clock: Clock) -> bool:
 
 def due(machine: Machine, *, now: datetime) -> list[tuple[int, StrEnum]]:
     """Return (id, phase) of every row that may be claimed, longest waiting first."""
+    if machine.halted():
+        return []
     rows = machine.model.objects.filter(due_at__lte=now).order_by("due_at")
     return list(rows.values_list("pk", "phase"))
 

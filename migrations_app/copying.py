@@ -22,7 +22,7 @@ from migrations_app import ports
 from migrations_app.domain.mismatch import Difference, Looks
 from migrations_app.domain.phases import REVERSED
 from migrations_app.models import Mismatch, Sample, SessionStamp, TenantMigration
-from migrations_app.ports.base import Copied, Digest, Key, SessionStore, SharedRow, Stamp
+from migrations_app.ports.base import Copied, Digest, Key, Mark, SessionStore, SharedRow, Stamp
 from tenants.models import Cell, Store
 
 # A step works this long, then settles: far below the lease, so that a kill costs little.
@@ -203,7 +203,7 @@ class Noted:
 def noted(move: TenantMigration, keys: Collection[Key]) -> dict[Key, Noted]:
     """Return what is recorded of these sessions, where anything is."""
     sides = way(move)
-    rows = move.stamps.filter(session_id__in={key.session_id for key in keys})
+    rows = move.stamps.filter(session_id__anyof={key.session_id for key in keys})
     return {
         Key(user, session): Noted(read, written)
         for user, session, read, written in rows.values_list(
@@ -230,31 +230,37 @@ def sweep(
     needs: Callable[[Sequence[tuple[Key, Stamp]]], set[Key]],
     work: Callable[[Sequence[Key]], None],
     chunk: int,
+    mark: Mark | None = None,
 ) -> Swept:
     """Walk the source's sessions from the move's cursor; give those that need it to `work`.
+
+    Adds each one that it passes to `mark`.
 
     `needs(page)` returns which keys of a page of (key, stamp) need work; `work(keys)` does it
     for up to `chunk` of them. Few needles in much hay are gathered over pages, so that
     the work's own cost is paid per chunk, not per page.
     """
     read, done, passed = cursor(move), cursor(move), 0
-    pending: list[tuple[Key, bool]] = []
+    pending: list[tuple[Key, Stamp, bool]] = []
     exhausted = False
     while True:
-        waiting = sum(needed for _, needed in pending)
+        waiting = sum(needed for _, _, needed in pending)
         if not exhausted and waiting < chunk and not timer.out:
             with meter.timing("scan", 0):
                 page = source.page(read, PAGE)
                 wanted = needs(page) if page else set()
             meter.count["scan"] = meter.count.get("scan", 0) + len(page)
-            pending += [(key, key in wanted) for key, _ in page]
+            pending += [(key, stamp, key in wanted) for key, stamp in page]
             read = page[-1][0] if page else read
             exhausted = len(page) < PAGE
             continue
         prefix = _prefix(pending, chunk)
         if prefix:
-            if keys := [key for key, needed in prefix if needed]:
+            if keys := [key for key, _, needed in prefix if needed]:
                 work(keys)
+            if mark is not None:
+                for key, stamp, _ in prefix:
+                    mark.session(key, stamp)
             del pending[: len(prefix)]
             done, passed = prefix[-1][0], passed + len(prefix)
         if exhausted and not pending:
@@ -263,16 +269,16 @@ def sweep(
             return Swept(done, passed, finished=False)
 
 
-def _prefix(pending: Sequence[tuple[Key, bool]], chunk: int) -> list[tuple[Key, bool]]:
+def _prefix(
+    pending: Sequence[tuple[Key, Stamp, bool]], chunk: int
+) -> Sequence[tuple[Key, Stamp, bool]]:
     """Return the head of `pending` that holds at most `chunk` keys in need."""
-    taken: list[tuple[Key, bool]] = []
     needed = 0
-    for key, need in pending:
+    for at, (_, _, need) in enumerate(pending):
         if need and needed == chunk:
-            break
+            return pending[:at]
         needed += need
-        taken.append((key, need))
-    return taken
+    return list(pending)
 
 
 def changed_keys(move: TenantMigration, page: Sequence[tuple[Key, Stamp]]) -> set[Key]:
@@ -497,7 +503,7 @@ def _forget(move: TenantMigration, keys: Collection[Key]) -> None:
         ids = [
             pk
             for pk, user, session in move.stamps.filter(
-                session_id__in={key.session_id for key in keys}
+                session_id__anyof={key.session_id for key in keys}
             ).values_list("pk", "user_id", "session_id")
             if Key(user, session) in set(keys)
         ]
@@ -776,8 +782,11 @@ def settle_shared(
     timer: Timer,
     write: bool,
     clock: Clock,
+    mark: Mark | None = None,
 ) -> Swept:
     """Bring user: and app: state over by value (`write`), or compare it and name what differs.
+
+    Adds each row of the source to `mark`.
 
     By value, never by replay: replayed deltas leave the value of whichever session came
     last, and re-copying never converges (article 000). Rows only the target has go away.
@@ -787,6 +796,9 @@ def settle_shared(
     passed = 0
     while True:
         rows = source.shared_page(after, PAGE)
+        if mark is not None:
+            for row in rows:
+                mark.shared(row)
         with meter.timing("shared", len(rows)):
             there = target.shared([row.user_id for row in rows]) if rows else {}
             differ = [

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from django.db import models
-from django.db.models import Q
+from django.db.models import Lookup, Q
 
 from durable.models import Durable, Event
 from migrations_app.domain.phases import ENDED, Mode, Phase
 from tenants.models import Cell, Store, Tenant
 
 ENDED_VALUES = sorted(p.value for p in ENDED)
+
+
+@models.CharField.register_lookup
+class AnyOf(Lookup):  # type: ignore[type-arg]
+    """`session_id__anyof=[...]`: in a list that goes over as one value.
+
+    With `__in` each of a page's 2,000 names is a parameter of its own, and making that statement
+    took longer than answering it.
+    """
+
+    lookup_name = "anyof"
+    prepare_rhs = False
+
+    def as_sql(self, compiler: Any, connection: Any) -> tuple[str, list[Any]]:
+        column, params = self.process_lhs(compiler, connection)
+        if connection.vendor == "postgresql":
+            return f"{column} = ANY(%s)", [*params, list(self.rhs)]
+        return f"{column} IN (SELECT value FROM json_each(%s))", [
+            *params,
+            json.dumps(list(self.rhs)),
+        ]
 
 
 class TenantMigration(Durable):
@@ -140,7 +164,7 @@ class TenantMigration(Durable):
     drained_at = models.DateTimeField(null=True, blank=True)
     # When the store itself began to refuse agents. NULL: it is open.
     store_closed_at = models.DateTimeField(null=True, blank=True)
-    # One digest over the source's stamps and shared state, taken when the store had closed.
+    # The ports' `Mark` of the closed store, added up by DELTA's sweep; in SOAK the source's.
     mark = models.CharField(max_length=64, blank=True, default="")
     changed_at_drain = models.PositiveBigIntegerField(null=True, blank=True)
     # The quote at the moment of closing (seconds), part by part, for the table beside the actual.
@@ -268,3 +292,39 @@ class Sample(models.Model):
 
     class Meta:
         ordering = ["id"]
+
+
+class RestoreFinding(models.Model):
+    """A tenant that the restored database and the stores disagree about: refused until settled."""
+
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="restore_findings")
+    # When the comparison last found it.
+    found_at = models.DateTimeField()
+    # What this database says, what the stores answered, and where they differ: for people.
+    says = models.TextField()
+    told = models.TextField()
+    differs = models.TextField()
+    # Keys of the stores at which a person may say that the tenant lives; empty: not to be said
+    # before another store answers.
+    homes = models.JSONField(default=list)
+    # True: the one home is closed to agents, and saying so opens it.
+    opens = models.BooleanField(default=False)
+    # NULL: the tenant is refused, and machines stay stopped.
+    resolved_at = models.DateTimeField(null=True, blank=True)
+    resolved_by = models.CharField(max_length=150, blank=True, default="")
+    reason = models.TextField(blank=True, default="")
+    # What came of it, in a line; empty while it is open.
+    outcome = models.TextField(blank=True, default="")
+
+    class Meta:
+        ordering = ["tenant__slug", "-id"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["tenant"],
+                condition=Q(resolved_at__isnull=True),
+                name="one_open_finding_per_tenant",
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.tenant}: {self.differs}"

@@ -38,6 +38,7 @@ from migrations_app.ports.base import (
     Guard,
     GuardTaken,
     Key,
+    Mark,
     SessionStore,
     StoreBusy,
     StoreRefused,
@@ -324,6 +325,7 @@ def _copy_changed(
     *,
     compare: bool,
     pace: float | None = None,
+    mark: Mark | None = None,
 ) -> copying.Swept:
     """Sweep the source and copy what differs from its recorded stamp, chunk after chunk."""
     # With the fence closed nobody of the tenant waits for a chunk, only the fence does; on
@@ -355,6 +357,7 @@ def _copy_changed(
         chunk=chunk,
         needs=lambda page: copying.changed_keys(move, page),
         work=work,
+        mark=mark,
     )
 
 
@@ -466,13 +469,13 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
         except StoreBusy as busy:
             return Wait(busy.retry_after_seconds or 0.2)
         closed_at = clock()
-        mark = source.mark()
     return Go(
         _onward(move),
         f"Drained, {home} is closed",
         {
             "store_closed_at": closed_at,
-            "mark": mark,
+            # DELTA's own sweep adds it up, row by row as it reads them.
+            "mark": "",
             "changed": 0,
             "waiting_for": "",
             **_sweeping(move, "copy"),
@@ -567,19 +570,23 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
     if late := _past(move, clock):
         return late
     timer = Timer(copying.FENCED_STEP_SECONDS)
+    mark = Mark(move.mark)
     with copying.both(move) as (source, target):
         target.take(mover=True, agents=False)
 
         def work(stage: str, meter: Meter) -> copying.Swept:
             if stage == "copy":
-                return _copy_changed(move, source, target, meter, timer, clock, compare=False)
+                return _copy_changed(
+                    move, source, target, meter, timer, clock, compare=False, mark=mark
+                )
             if stage == "gone":
                 return copying.remove_gone(move, source, target, meter=meter, timer=timer)
             return copying.settle_shared(
-                move, source, target, meter=meter, timer=timer, write=True, clock=clock
+                move, source, target, meter=meter, timer=timer, write=True, clock=clock, mark=mark
             )
 
         changes, finished = _stages(move, timer, ("copy", "gone", "shared"), work)
+    changes["mark"] = str(mark)
     if not finished:
         return Wait(changes=changes)
     changes |= _sweeping(move, "sessions")
@@ -1071,4 +1078,5 @@ def machine(enqueue: Callable[[int, Any, float], None]) -> Machine:
         enqueue=enqueue,
         requests=("abort_requested_at", "pause_requested_at", "rollback_requested_at"),
         while_paused=_while_paused,
+        halted=tenants_queries.halted,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from durable import driver
-from migrations_app import services, steps
+from migrations_app import ports, queries, services, steps
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
@@ -52,12 +52,29 @@ def test_a_session_deleted_between_the_page_and_its_copy_leaves_nothing(both: Wo
     assert both.move.phase == Phase.DONE
 
 
-def test_a_turn_between_copy_and_comparison_is_no_mismatch(both: World) -> None:
-    both.start()
-    both.killer.before["digests"] = lambda: both.source.turn(APP, "u-1", "s-1", "between")
+def test_a_turn_between_copy_and_comparison_is_transient_and_passes(
+    both: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = ports.digests_of_both
+
+    def after_a_turn(*sides: Any) -> Any:
+        monkeypatch.setattr(ports, "digests_of_both", compare)
+        both.source.turn(APP, "u-1", "s-1", "between")
+        return compare(*sides)
+
+    monkeypatch.setattr(ports, "digests_of_both", after_a_turn)
+    both.start(automatic=False)
+    both.run(until=Phase.BACKFILL)
+    while both.move.stage in ("", "copy"):
+        both.step()
+    [row] = both.move.mismatches.all()
+    assert row.transient
+    assert queries.open_mismatches(both.move) == 0
+    TenantMigration.objects.filter(pk=both.move.pk).update(automatic=True)
     both.run()
     assert both.move.phase == Phase.DONE
-    assert not both.move.mismatches.exists()
+    [row] = both.move.mismatches.all()
+    assert row.resolved_at is not None
 
 
 def test_an_edit_in_place_is_found_before_the_cutover(both: World) -> None:
