@@ -171,11 +171,12 @@ def _part_spelled(part: Any) -> Any:
     return spelled
 
 
-def filled(row: EventRow) -> EventRow:
+def filled(row: EventRow, *, columns_win: bool) -> EventRow:
     """Put into an event's data what `DatabaseSessionService` reads from its columns.
 
     `SqliteSessionService` reads the data alone: without an id of its own the event would be given
-    a new one each time. What google-adk wrote has all three already and stays as it is.
+    a new one each time. What google-adk wrote has all three already and stays as it is. Where
+    columns don't win only what is missing is put in.
     """
     if row.event_data is None:
         return row
@@ -185,9 +186,11 @@ def filled(row: EventRow) -> EventRow:
         return row
     if not isinstance(value, dict):
         return row
-    own = {"id": row.id, "invocation_id": row.invocation_id}
+    own: dict[str, Any] = {"id": row.id, "invocation_id": row.invocation_id}
+    if not columns_win:
+        own = {name: item for name, item in own.items() if name not in value}
     if value.get("timestamp") is None and row.timestamp is not None:
-        own["timestamp"] = seconds_of_micros(row.timestamp)  # type: ignore[assignment]
+        own["timestamp"] = seconds_of_micros(row.timestamp)
     if all(name in value and value[name] == item for name, item in own.items()):
         return row
     return row._replace(event_data=json.dumps({**value, **own}))

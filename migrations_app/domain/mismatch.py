@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Looks(StrEnum):
@@ -73,7 +73,8 @@ def shared_difference(
     found = _first(source or {}, target or {}, "app:" if user_id is None else "user:")
     if found is None:
         return None
-    return Difference("app" if user_id is None else "user", found, Looks.OLD_SHARED_WON)
+    looks = Looks.CANNOT_HOLD if found.changed_by_store else Looks.OLD_SHARED_WON
+    return Difference("app" if user_id is None else "user", found.text, looks)
 
 
 def _events(
@@ -81,6 +82,9 @@ def _events(
 ) -> Difference | None:
     if source and not target:
         return Difference("events", f"none of {len(source)} events", Looks.EMPTY_COPY)
+    if _of_one_time(source, target):
+        text = "events of one time are read in the order of their ids there"
+        return Difference("events", text, Looks.CANNOT_HOLD)
     for index, (ours, theirs) in enumerate(zip(source, target, strict=False), start=1):
         found = _first(ours, theirs, "")
         if found is None:
@@ -90,7 +94,7 @@ def _events(
             return Difference(
                 "events", f"event {index} of {len(source)} is missing", Looks.FENCE_LEAK
             )
-        return Difference("events", f"event {index}: {found}", Looks.CHANGED_VALUE)
+        return Difference("events", f"event {index}: {found.text}", found.looks_like)
     if len(source) > len(target):
         text = f"event {len(target) + 1} of {len(source)} is missing"
         return Difference("events", text, Looks.FENCE_LEAK)
@@ -98,6 +102,17 @@ def _events(
         text = f"event {len(source) + 1} of {len(target)} is not on the source"
         return Difference("events", text, Looks.WRITTEN_ON_TARGET)
     return None
+
+
+def _of_one_time(source: Sequence[Mapping[str, Any]], target: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the same events come in another order, and only where their times are equal."""
+    ours, theirs = ([event.get("id") for event in side] for side in (source, target))
+    times = [[event.get("timestamp") for event in side] for side in (source, target)]
+    return (
+        ours != theirs
+        and sorted(map(str, ours)) == sorted(map(str, theirs))
+        and (times[0] == times[1])
+    )
 
 
 def _state(source: Mapping[str, Any], target: Mapping[str, Any]) -> Difference | None:
@@ -110,15 +125,26 @@ def _state(source: Mapping[str, Any], target: Mapping[str, Any]) -> Difference |
         return Difference(
             "state", f"{_key(sorted(frozen)[0])} is only on the target", Looks.SHARED_FROZEN
         )
-    found = _first(source["state"], target["state"], "")
-    if found is None and source["update_time"] != target["update_time"]:
-        found = (
-            f"last update is {source['update_time']} on source, {target['update_time']} on target"
-        )
-    return Difference("state", found, Looks.CHANGED_VALUE) if found else None
+    if found := _first(source["state"], target["state"], ""):
+        return Difference("state", found.text, found.looks_like)
+    for name, words in (("update_time", "last update"), ("create_time", "creation")):
+        ours, theirs = source.get(name), target.get(name)
+        if ours != theirs:
+            text = f"{words} is {ours} on source, {theirs} on target"
+            return Difference("state", text, Looks.CHANGED_VALUE)
+    return None
 
 
-def _first(source: Any, target: Any, path: str) -> str | None:
+class _Found(NamedTuple):
+    text: str
+    changed_by_store: bool = False  # In a way that no copying again can mend.
+
+    @property
+    def looks_like(self) -> Looks:
+        return Looks.CANNOT_HOLD if self.changed_by_store else Looks.CHANGED_VALUE
+
+
+def _first(source: Any, target: Any, path: str) -> _Found | None:
     """Return where two JSON values first differ; None if they are equal.
 
     The place, never the values: those may be secrets, and what is found here is stored and
@@ -129,9 +155,9 @@ def _first(source: Any, target: Any, path: str) -> str | None:
             dot = "" if not path or path.endswith(":") else "."
             where = f"{path}{dot}{_key(key)}"
             if key not in target:
-                return f"{where} is only on the source"
+                return _Found(f"{where} is only on the source")
             if key not in source:
-                return f"{where} is only on the target"
+                return _Found(f"{where} is only on the target")
             if found := _first(source[key], target[key], where):
                 return found
         return None
@@ -140,12 +166,29 @@ def _first(source: Any, target: Any, path: str) -> str | None:
             if found := _first(ours, theirs, f"{path}[{index}]"):
                 return found
         if len(source) != len(target):
-            return f"{path} has {len(source)} on source, {len(target)} on target"
+            return _Found(f"{path} has {len(source)} on source, {len(target)} on target")
         return None
-    # 1 == 1.0 == True in Python; in JSON they are three values.
-    if type(source) is type(target) and source == target:
+    # 1 == 1.0 == True in Python, -0.0 == 0.0, and NaN is not NaN; in JSON each is one value.
+    if type(source) is type(target) and (
+        repr(source) == repr(target) if isinstance(source, float) else source == target
+    ):
         return None
-    return f"{path} differs"
+    if words := _known_change(source, target):
+        return _Found(f"{path}: {words}", changed_by_store=True)
+    return _Found(f"{path} differs")
+
+
+def _known_change(one: Any, other: Any) -> str:
+    """Say what a store is known to do to such a value, whichever side has it; "" if nothing."""
+    numbers = [value for value in (one, other) if type(value) in (int, float)]
+    if len(numbers) == 2 and one == other:
+        # 0.0 and 0, 1.0 and 1: the sign, or the kind of number.
+        return "-0.0 becomes 0.0" if not one else "a whole float becomes an integer"
+    texts = (one, other) if isinstance(one, str) and isinstance(other, str) else ("", "")
+    for whole, part in (texts, texts[::-1]):
+        if whole.partition("\0")[0] == part != whole:
+            return "the text is cut at a NUL character"
+    return ""
 
 
 def _key(key: str) -> str:

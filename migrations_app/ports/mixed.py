@@ -126,10 +126,10 @@ def _refusal(found: values.Found, target: Layout) -> Refusal:
 
 
 def _for(other: Layout, row: EventRow, own: Layout) -> EventRow:
-    """Put into an event's data what the other layout reads from there and this one does not."""
-    if other is Layout.ADK_SQLITE and own is not Layout.ADK_SQLITE:
-        return canonical.filled(row)
-    return row
+    """Put into an event's data what one of two layouts reads from there and the other does not."""
+    if Layout.ADK_SQLITE not in (other, own):
+        return row
+    return canonical.filled(row, columns_win=own is not Layout.ADK_SQLITE)
 
 
 def digests(store: Rows, keys: Collection[Key], other: Layout) -> dict[Key, Digest]:

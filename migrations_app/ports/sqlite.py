@@ -444,7 +444,7 @@ def _stamp_columns(database: str) -> str:
         " AND e.user_id = s.user_id AND e.session_id = s.id"
     )
     return (
-        "s.user_id, s.id, s.update_time, switchyard_crc(s.state),"
+        "s.user_id, s.id, s.update_time, switchyard_crc(CAST(s.state AS BLOB)),"
         f" (SELECT count(*) {of}), (SELECT max(e.timestamp) {of}), (SELECT max(e.id) {of})"
     )
 

@@ -133,15 +133,15 @@ def test_a_writer_older_than_the_guard_row_is_named_until_it_ends(source: Place)
 def test_a_writer_of_another_role_is_named_too(live: Place, role: str) -> None:
     with live.open() as store, psycopg.connect(live.url, user=role, password=role) as old:
         old.execute("SELECT count(*) FROM sessions")
+        # A backend that starts or ends at this moment is of no database yet, and is noted too.
         noted = store.older_writers()
-        assert len(noted) == 1
         assert store.still_writing(noted) == [f"pid {old.info.backend_pid}"]
 
 
 def test_a_writer_in_another_database_is_nobodys_business(live: Place, target: Place) -> None:
     with live.open() as store, psycopg.connect(target.url) as other:
         other.execute("SELECT count(*) FROM sessions")
-        assert store.older_writers() == []
+        assert store.still_writing(store.older_writers()) == []
 
 
 def test_our_own_handle_is_not_an_older_writer(live: Place) -> None:
@@ -149,7 +149,7 @@ def test_our_own_handle_is_not_an_older_writer(live: Place) -> None:
         assert isinstance(store, postgres.PostgresStore)
         with store.transaction("BEGIN"):
             store.run("SELECT count(*) FROM {sessions}")
-            assert store.older_writers() == []
+            assert store.still_writing(store.older_writers()) == []
 
 
 def test_a_role_without_rights_on_the_guard_writes_while_it_is_open(live: Place, role: str) -> None:
