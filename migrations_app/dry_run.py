@@ -157,7 +157,7 @@ def dry_run(
     source = found.source
     if source is None or found.target is None:
         return DryRun(found, tuple(refusals))
-    rates = _measured(tenant, home.store, target_store, source)
+    rates = _measured(tenant, home.store, target_store, (source, found.target))
     budgeted = _of_budget(rows_per_second, source)
     wanted = pace_per_second or budgeted
     paced = f"the pace of {rate(wanted)}" if wanted else ""
@@ -246,7 +246,9 @@ def _of_budget(rows_per_second: float | None, source: Survey) -> float | None:
     return max(0.01, throttle.pace_from_budget(rows_per_second, each))
 
 
-def _measured(tenant: Tenant, source: Store, target: Store, survey: Survey) -> _Rates:
+def _measured(
+    tenant: Tenant, source: Store, target: Store, surveys: tuple[Survey, Survey]
+) -> _Rates:
     """Return what the latest earlier move between such stores measured, the same two first."""
     earlier = (
         TenantMigration.objects.filter(copy_rate__isnull=False)
@@ -254,7 +256,12 @@ def _measured(tenant: Tenant, source: Store, target: Store, survey: Survey) -> _
         .order_by("-id")
     )
     these = Q(source_store=source, target_store=target)
-    kinds = Q(source_store__kind=source.kind, target_store__kind=target.kind)
+    kinds = Q(
+        source_store__kind=source.kind,
+        source_store__survey__dialect=surveys[0].dialect,
+        target_store__kind=target.kind,
+        target_store__survey__dialect=surveys[1].dialect,
+    )
     move = earlier.filter(these).first()
     where = "between these stores"
     if move is None:
@@ -304,11 +311,11 @@ def _narrated(plan: _Plan) -> Iterator[tuple[Phase, str]]:
 
 def _prepare(plan: _Plan) -> str:
     checks = plan.found.checks
-    green = sum(check.ok is True for check in checks)
+    green, red = (sum(check.ok is state for check in checks) for state in (True, False))
     text = (
-        f"{green} of {len(checks)} checks are green now. Then both are looked at again, tables are"
-        f" made on {plan.target_store} where they lack, and a guard row and closing triggers on"
-        " both."
+        f"{counted(green, 'check')} green now, {red or 'none'} red. Then both are looked at again,"
+        f" tables are made on {plan.target_store} where they lack, a guard row and closing triggers"
+        " on both."
     )
     if plan.source.interrupted:
         text += (
@@ -342,7 +349,7 @@ def _drain(plan: _Plan) -> str:
     elif plan.fence_not_before is not None:
         when = f"When somebody says so, after {clock(plan.fence_not_before, plan.now)} UTC,"
     else:
-        when = "When somebody says so"
+        when = "When somebody says so,"
     if not live:
         told = f"the fence closes. No instance of {plan.home.cell} is alive: nobody is waited for."
         return f"{when} {told}"

@@ -64,16 +64,21 @@ def preflight(
     if source is not None and target is not None:
         checks += _pair_checks(tenant, source, target, source_store, target_store, move)
     checks += _cell_checks(source_cell, target_cell, target_store, now)
-    checks.append(_practised(source_store, target_store, now))
+    if source is not None and target is not None:
+        checks.append(_practised((source_store, source), (target_store, target), now))
     return Preflight(tuple(checks), source, target)
 
 
-def _practised(source: Store, target: Store, now: datetime) -> Check:
+def _practised(source: tuple[Store, Survey], target: tuple[Store, Survey], now: datetime) -> Check:
     """Say whether a rollback between stores of these kinds has been carried out before."""
     went_back = TenantMigration.objects.filter(
-        phase=Phase.ROLLED_BACK, source_store__kind=source.kind, target_store__kind=target.kind
+        phase=Phase.ROLLED_BACK,
+        source_store__kind=source[0].kind,
+        source_store__survey__dialect=source[1].dialect,
+        target_store__kind=target[0].kind,
+        target_store__survey__dialect=target[1].dialect,
     ).select_related("tenant")
-    these = went_back.filter(source_store=source, target_store=target)
+    these = went_back.filter(source_store=source[0], target_store=target[0])
     move = these.order_by("-id").first() or went_back.order_by("-id").first()
     if move is None:
         detail = "not yet between such stores: practise one on an internal tenant first"

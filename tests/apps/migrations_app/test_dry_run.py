@@ -185,6 +185,11 @@ def test_a_practised_rollback_is_named_and_an_unpractised_one_is_not_red(files: 
     assert line().ok is None
     assert tell(files).refusals == ()
     move = practised(files)
+    # Between stores of other databases: of this pair nothing is known.
+    assert line().ok is None
+    for store in (files.cast.store, files.cast.other_store):
+        store.survey = {"dialect": "sqlite"}
+        store.save(update_fields=["survey"])
     assert line().ok is True
     assert line().detail == f"{move} of core, 10:00:00, its fence closed for 3.5s"
 
