@@ -111,6 +111,11 @@ class _Plan:
         return max(self.through_at, self.fence_not_before or self.through_at)
 
     @property
+    def proves(self) -> bool:
+        """Whether equal stamps would prove unchanged sessions, as the move itself decides it."""
+        return _proves(self.found)
+
+    @property
     def held(self) -> str:
         return f"{counted(self.source.sessions, 'session')} of {counted(self.source.users, 'user')}"
 
@@ -181,7 +186,7 @@ def dry_run(
         rates=rates,
         per_second=per_second,
         late_seconds=late,
-        fence=_fence(tenant, home.cell, source, rates, drain_bound_seconds, now),
+        fence=_fence(tenant, found, source, rates, drain_bound_seconds, now),
         automatic=automatic,
         fence_not_before=fence_not_before,
         budget_seconds=budget_seconds,
@@ -281,15 +286,19 @@ def _measured(
     )
 
 
+def _proves(found: Preflight) -> bool:
+    return all(side and side.stamps_see_edits for side in (found.source, found.target))
+
+
 def _fence(
-    tenant: Tenant, cell: Cell, source: Survey, rates: _Rates, bound: float, now: datetime
+    tenant: Tenant, found: Preflight, source: Survey, rates: _Rates, bound: float, now: datetime
 ) -> Quote:
     changed = min(rates.changed or 0, source.sessions)
     return quote(
         changed=changed,
-        compare=changed if source.stamps_see_edits else source.sessions,
+        compare=changed if _proves(found) else source.sessions,
         users=source.users,
-        running_seconds=tenants_queries.time_left_seconds(cell, tenant, now=now),
+        running_seconds=tenants_queries.time_left_seconds(tenant.placement.cell, tenant, now=now),
         drain_bound_seconds=bound,
         copy_rate=rates.copy,
         verify_rate=rates.verify,
@@ -383,7 +392,7 @@ def _delta(plan: _Plan) -> str:
 
 def _verify(plan: _Plan) -> str:
     held = counted(plan.source.sessions, "session")
-    if plan.source.stamps_see_edits:
+    if plan.proves:
         text = (
             f"{held} must be equal: those that did not change since they were compared are proven"
             " by their stamps, the others are compared again."
@@ -391,8 +400,8 @@ def _verify(plan: _Plan) -> str:
     else:
         seconds = plan.source.sessions / (plan.rates.verify or ASSUMED_RATE)
         text = (
-            f"{held} are compared, every one, {duration(seconds)}: on {plan.source.database} a"
-            " stamp doesn't show an edit in place."
+            f"{held} are compared, every one, {duration(seconds)}: on SQLite a stamp doesn’t show"
+            " an edit in place."
         )
     waits = " Then it waits for somebody to flip; the deadline holds." if plan.flip_by_hand else ""
     return f"{text} One that differs blocks the flip.{waits}"

@@ -52,7 +52,8 @@ def settled(
 
     `worked` is how long the step took (seconds), `per_second` its pace. A fence never comes here.
     """
-    if not meter.count.get("copy"):
+    # A repair that somebody asked for is copied beside the sweep, and is no chunk of it.
+    if not meter.count.get("chunk"):
         return outcome
     copied = outcome.changes["copied"]
     before = Speed.of(move.speed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from migrations_app.dry_run import DryRun, dry_run, paced
 from migrations_app.models import TenantMigration
 from migrations_app.services import InvalidOption
 from tenants.models import Counter
-from tests import scene
-from tests.world import APP, World
+from tests import make, scene
+from tests.world import APP, World, world
 
 pytestmark = pytest.mark.django_db(transaction=True, serialized_rollback=True)
 
@@ -102,6 +103,17 @@ def test_every_phase_is_told_with_its_figures(servers: World) -> None:
 
 def test_a_file_is_told_to_be_compared_whole(files: World) -> None:
     assert "12 sessions are compared, every one" in text(tell(files), "VERIFY")
+
+
+def test_one_file_of_two_stores_is_enough_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+    cast: make.Cast,
+    now: datetime,
+    store_url: str,
+    tmp_path: Path,
+) -> None:
+    with world(monkeypatch, cast, now, store_url, f"sqlite:///{tmp_path}/two.db") as mixed:
+        assert "12 sessions are compared, every one" in text(tell(mixed), "VERIFY")
 
 
 def test_the_version_that_it_names_is_the_one_that_the_move_gets(files: World) -> None:

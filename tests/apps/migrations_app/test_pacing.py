@@ -229,3 +229,28 @@ def test_the_first_500_sessions_are_timed_and_named_once(files: World, slowness:
     files.run()
     assert files.move.phase == Phase.DONE
     assert len(notes(files, "sessions copied in")) == 1
+
+
+def test_a_repair_beside_an_idle_sweep_is_no_measure_of_speed(
+    files: World, slowness: Slowness
+) -> None:
+    begin(files, pace_per_second=None, automatic=False)
+    while files.move.stage != "ready":
+        files.step()
+    files.clock.pass_by(3600)
+    while files.move.stage != "copy":
+        files.step()
+    before = files.move.speed
+    row = files.move.mismatches.create(
+        user_id="u-1",
+        session_id="s-1",
+        part="events",
+        first_difference="event 1 differs",
+        looks_like="changed value",
+        found_at=files.clock(),
+        found_in=Phase.BACKFILL,
+        repair_requested_at=files.clock(),
+    )
+    assert (files.step().failure, files.move.speed) == ("", before)
+    row.refresh_from_db()
+    assert row.resolved_at is not None
