@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -62,6 +62,7 @@ def preflight(
     source = _survey(source_store, tenant, "Source", checks)
     target = _survey(target_store, tenant, "Target", checks)
     if source is not None and target is not None:
+        source = _with_values(source, target, source_store, tenant)
         checks += _pair_checks(tenant, source, target, source_store, target_store, move)
     checks += _cell_checks(source_cell, target_cell, target_store, now)
     if source is not None and target is not None:
@@ -103,6 +104,18 @@ def _survey(store: Store, tenant: Tenant, side: str, checks: list[Check]) -> Sur
     return survey
 
 
+def _with_values(source: Survey, target: Survey, store: Store, tenant: Tenant) -> Survey:
+    """Add to the source's findings the values that the target changes or refuses."""
+    if not source.schema_version or target.layout is None or ports.strict(source, target):
+        return source
+    try:
+        with ports.open_store(store.kind, store.address_from, app_name=tenant.app_name) as port:
+            found = ports.scan(port, target.layout)
+    except StoreRefused as refusal:
+        found = (Finding("values", f"can't be read: {refusal}", 1, "", True),)
+    return replace(source, findings=source.findings + found)
+
+
 def _pair_checks(
     tenant: Tenant,
     source: Survey,
@@ -114,7 +127,12 @@ def _pair_checks(
     checks = []
     try:
         ports.check_pair(source, target)
-        checks.append(Check("Kinds", True, f"both {source.database.split()[0]}"))
+        same = f"both {source.kind} on {source.database.split()[0]}"
+        other = f"{source.layout} to {target.layout}: rows are converted on the way"
+        strict = ports.strict(source, target)
+        checks.append(Check("Kinds", True, same if strict else other))
+        canonical = "canonical, ids and times included, times to the microsecond"
+        checks.append(Check("Fingerprint", True, "strict row digests" if strict else canonical))
     except StoreRefused as refusal:
         checks.append(Check("Kinds", False, str(refusal)))
     room = f"Room on {target_store}"

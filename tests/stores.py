@@ -1,4 +1,4 @@
-"""Raw hands on a store of google-adk's schema v1: seed it, write like an agent, read it whole."""
+"""Raw hands on a store of google-adk: seed it, write like an agent, read it whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -27,8 +27,9 @@ TABLES = {
 class Raw:
     """One database of sessions, by URL: sqlite:////path or postgresql://..."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, kind: str = "adk-sql") -> None:
         self.url = url
+        self.kind = kind
         self.sqlite = url.startswith("sqlite")
 
     @contextmanager
@@ -55,7 +56,7 @@ class Raw:
 
     def make_tables(self, reference: str, app_name: str) -> None:
         """Make ADK's tables, by the port that is under test elsewhere."""
-        with ports.open_store("adk-sql", reference, app_name=app_name) as port:
+        with ports.open_store(self.kind, reference, app_name=app_name) as port:
             port.provision()
 
     def seed(self, app_name: str, *, sessions: int, users: int, events: int = 3) -> None:
@@ -168,6 +169,8 @@ class Raw:
 
     def _time(self, seconds: int) -> Any:
         at = EPOCH + timedelta(seconds=seconds, microseconds=123_456)
+        if self.kind == "adk-sqlite":
+            return at.replace(tzinfo=UTC).timestamp()
         return at.strftime("%Y-%m-%d %H:%M:%S.%f") if self.sqlite else at
 
     @staticmethod

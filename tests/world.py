@@ -194,7 +194,12 @@ def undone(world: World) -> Iterator[None]:
 
 @contextmanager
 def world(
-    monkeypatch: pytest.MonkeyPatch, cast: make.Cast, now: datetime, source: str, target: str
+    monkeypatch: pytest.MonkeyPatch,
+    cast: make.Cast,
+    now: datetime,
+    source: str,
+    target: str,
+    kinds: tuple[str, str] = ("adk-sql", "adk-sql"),
 ) -> Iterator[World]:
     """Fill the source with 12 sessions of 4 users and stand ready to move them."""
     monkeypatch.setenv("STORE_EU1_A", source)
@@ -215,7 +220,7 @@ def world(
         killer.tick("copy, done")
         return copied
 
-    one, two = Raw(source), Raw(target)
+    one, two = Raw(source, kinds[0]), Raw(target, kinds[1])
     one.make_tables("env:STORE_EU1_A", APP)
     one.seed(APP, sessions=12, users=4)
     monkeypatch.setattr(ports, "open_store", open_store)

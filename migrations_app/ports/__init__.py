@@ -29,6 +29,7 @@ from migrations_app.ports.base import (
     Batch,
     ColumnsDiffer,
     Digest,
+    Finding,
     Key,
     NotASessionStore,
     SessionStore,
@@ -46,6 +47,7 @@ __all__ = [
     "name_shared",
     "open_store",
     "same_shared",
+    "scan",
     "sessions_of_both",
     "shared_digest",
     "strict",
@@ -183,6 +185,11 @@ def difference(source: SessionStore, target: SessionStore, key: Key) -> Differen
         if refused := mixed.refusal(_rows(has), key, lacks.layout):
             return refused.difference
     return session_difference(ours, theirs)
+
+
+def scan(source: SessionStore, target: Layout) -> tuple[Finding, ...]:
+    """Look for values that a target of another layout changes or refuses; takes a few seconds."""
+    return tuple(mixed.scan(_rows(source), target))
 
 
 # --- state that sessions share -----------------------------------------------------------------

@@ -34,6 +34,14 @@ class AdkSqliteStore(SqliteStore):
         """Spell a time for the store's columns."""
         return canonical.seconds_of_micros(micros)
 
+    def fine_times(self) -> int:
+        """Count the sessions whose time is finer than a microsecond."""
+        times = self.rows("SELECT update_time FROM sessions WHERE app_name = ?", (self.app_name,))
+        return sum(
+            micros is not None and self.spelled(micros) != at
+            for at, micros in ((row[0], self.micros(row[0])) for row in times)
+        )
+
     def making(self, missing: Iterable[str]) -> list[str]:
         """Return the statements that make these tables."""
         return schema.adk_sqlite_tables(missing)

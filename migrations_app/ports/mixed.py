@@ -8,6 +8,7 @@ SQLite file whose agents wait for either.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -17,10 +18,12 @@ from migrations_app.domain import canonical, values
 from migrations_app.domain.canonical import EventRow, SessionRow, text_of_micros
 from migrations_app.domain.values import Layout
 from migrations_app.ports.base import (
+    START,
     Batch,
     CannotHold,
     Copied,
     Digest,
+    Finding,
     Key,
     Refusal,
     SessionStore,
@@ -41,6 +44,9 @@ class Rows(SessionStore, Protocol):
 
     def writing(self) -> AbstractContextManager[Any]:
         """Run the body in one transaction under the guard row; raises Overtaken."""
+
+    def fine_times(self) -> int:
+        """Count the sessions whose time is finer than a microsecond."""
 
     def attempt(self, work: Callable[[], T]) -> T:
         """Run a whole transaction, again if it met a deadlock."""
@@ -198,6 +204,93 @@ def refusal(source: Rows, key: Key, target: Layout) -> Refusal | None:
             ),
         )
     return None if found is None else _refusal(found, target)
+
+
+# How long a survey may look at values. What it does not reach is looked at as it is copied.
+SCAN_SECONDS = 4.0
+SCAN_PAGE = 500
+
+
+def scan(store: Rows, target: Layout) -> list[Finding]:
+    """Name the values that a target changes or refuses, with their number and one example."""
+    tally: dict[tuple[str, values.Odd], tuple[int, str]] = {}
+    until = time.monotonic() + SCAN_SECONDS
+
+    def note(user: str, session: str, found: Iterable[values.Found]) -> None:
+        # Once a row, however often it stands there.
+        for field, odd in {(one.field, one.odd) for one in found}:
+            count, example = tally.get((field, odd), (0, f"{user}/{session}"))
+            tally[field, odd] = (count + 1, example)
+
+    after: str | None = None
+    while rows := store.shared_page(after, SCAN_PAGE):
+        for row in rows:
+            table = "app_states" if row.user_id is None else "user_states"
+            note(row.user_id or "", "", values.in_state(f"{table}.state", row.state))
+        after = rows[-1].user_id or ""
+        if len(rows) < SCAN_PAGE or time.monotonic() > until:
+            break
+    seen, complete, key = 0, False, START
+    while not complete and time.monotonic() < until:
+        page = [one for one, _ in store.page(key, SCAN_PAGE)]
+        complete = len(page) < SCAN_PAGE
+        for bite in store.bites(page):
+            _scan_bite(store, bite, target, note)
+            seen, key = seen + len(bite), bite[-1]
+            if time.monotonic() > until:
+                complete = complete and key == page[-1]
+                break
+    found = [
+        _finding(odd, field, target, *counted) for (field, odd), counted in sorted(tally.items())
+    ]
+    if count := store.fine_times():
+        found.append(_finding(values.Odd.FINE_TIME, "sessions.update_time", target, count, ""))
+    if not complete:
+        reason = (
+            "only this many were looked at for values that the target can't hold; the others are"
+            " as they are copied"
+        )
+        found.append(Finding("sessions", reason, seen, "", False))
+    return [one for one in found if one is not None]
+
+
+def _scan_bite(
+    store: Rows,
+    bite: Sequence[Key],
+    target: Layout,
+    note: Callable[[str, str, Iterable[values.Found]], None],
+) -> None:
+    last: EventRow | None = None
+    with store.snapshot():
+        for session in store.read_sessions(bite):
+            note(session.user_id, session.session_id, values.in_session(session))
+        for read in store.read_events(bite):
+            row = _for(target, read, store.layout)
+            note(row.user_id, row.session_id, values.in_event(row))
+            if (
+                last is not None
+                and (last.user_id, last.session_id) == (row.user_id, row.session_id)
+                and last.timestamp == row.timestamp
+                and str(last.id) > str(row.id)
+            ):
+                found = values.Found(values.Odd.SAME_TIME, "events.timestamp")
+                note(row.user_id, row.session_id, [found])
+            last = row
+
+
+def _finding(
+    odd: values.Odd, field: str, target: Layout, count: int, example: str
+) -> Finding | None:
+    outcome = values.TABLE[odd][target]
+    if outcome.fate is values.Fate.KEPT:
+        return None
+    refused = outcome.fate is values.Fate.REFUSED
+    return Finding(field, f"{odd}: {outcome.words}", count, _shown(example), refused)
+
+
+def _shown(example: str) -> str:
+    """Spell a key so that our own database holds it."""
+    return example if example.isprintable() else ascii(example)[1:-1]
 
 
 def _value(text: str | None) -> Any:

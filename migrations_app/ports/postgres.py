@@ -382,6 +382,10 @@ class PostgresStore(PostgresGuard):
         """Run the body on one snapshot of the database."""
         return self.transaction(f"{SNAPSHOT}; {BY_INDEX}")
 
+    def fine_times(self) -> int:
+        """Return 0: the columns hold microseconds."""
+        return 0
+
     def bites(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
         """Split keys so that each bite's events are a few megabytes of text."""
         with self.snapshot():

@@ -228,6 +228,10 @@ class SqliteStore(SqliteGuard):
 
     # --- rows for a store of another kind ------------------------------------------------
 
+    def fine_times(self) -> int:
+        """Return 0: the columns hold microseconds."""
+        return 0
+
     def read_sessions(self, keys: Iterable[Key]) -> Iterator[SessionRow]:
         """Yield these sessions' own rows, inside the caller's snapshot."""
         for user, name, state, created, updated in self._read(

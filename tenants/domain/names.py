@@ -27,6 +27,7 @@ class StoreKind(StrEnum):
     """Which port of migrations_app opens a store."""
 
     ADK_SQL = "adk-sql"  # google-adk's DatabaseSessionService, on PostgreSQL or SQLite.
+    ADK_SQLITE = "adk-sqlite"  # google-adk's SqliteSessionService: another layout, in a file.
 
 
 class BadSlug(Refused):
