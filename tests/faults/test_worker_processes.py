@@ -22,6 +22,7 @@ from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from tests import make
 from tests.faults.test_every_moment import assert_moved
+from tests.faults.test_way_back import assert_home
 from tests.stores import Raw
 from tests.world import APP, Clock, Killer, World
 
@@ -133,6 +134,59 @@ def test_a_worker_stopped_inside_a_chunk_wakes_after_an_abort_and_changes_nothin
     assert world.source.content(APP) == before
     assert world.target.count(APP) == 0
     assert world.agents_may_write(world.source)
+
+
+def soaking(world: World) -> TenantMigration:
+    """Move the tenant by a worker, and let it live on the target."""
+    world.clock.now = database_now()
+    move = world.start(soak_seconds=86_400.0)
+    with worker(move):
+        wait_for(lambda: world.move.phase == Phase.SOAK)
+        world.target.turn(APP, "u-1", "s-1", "after-the-cutover")
+        world.target.delete(APP, "u-2", "s-2")
+    return move
+
+
+def roll_back(world: World) -> None:
+    services.rollback(world.move, by="ada", reason="slow tools", now=database_now())
+
+
+def test_a_rollback_whose_workers_are_killed_again_and_again_carries_everything_home(
+    world: World,
+) -> None:
+    move = soaking(world)
+    content = world.target.content(APP)
+    roll_back(world)
+    dice = random.Random(8)
+    for _ in range(KILLS):
+        with worker(move) as process:
+            try:
+                process.wait(0.8 + dice.random() * 0.8)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+        if world.move.due_at is None:
+            break
+    with worker(move) as process:
+        assert process.wait(90) == 0
+    assert_home(world, content, "killed again and again")
+
+
+@pytest.mark.parametrize("call", ["remove", "delete_unchanged", "take"])
+def test_a_worker_stopped_on_the_way_back_wakes_after_it_and_changes_nothing(
+    world: World, call: str
+) -> None:
+    move = soaking(world)
+    roll_back(world)
+    with worker(move, STOP_AFTER=call) as stopped:
+        wait_for(lambda: _state(stopped.pid) == "T")
+        with worker(move) as other:
+            wait_for(lambda: world.move.phase == Phase.ROLLED_BACK)
+            world.source.turn(APP, "u-1", "s-1", "home-again")
+            content = world.source.content(APP)
+            assert other.wait(90) == 0
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.wait(90) == 0
+    assert_home(world, content, f"stopped after {call}")
 
 
 def _state(pid: int) -> str:
