@@ -54,6 +54,8 @@ class Attention:
     label: str
     # The words of the button that takes the way out; "": there is none.
     way_out: str = ""
+    # Whether that throws something away.
+    destroys: bool = False
     # Rows to be looked at one by one; 0: none.
     review: int = 0
 

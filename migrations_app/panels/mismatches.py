@@ -16,7 +16,7 @@ from migrations_app.models import Mismatch, TenantMigration
 from migrations_app.panels.seen import COMPARED, Seen
 from tenants.domain.words import Status
 
-PAGE_ROWS = 50
+PAGE_ROWS = 25
 # The most rows that one act takes, so that a request stays short.
 ACT_ROWS = 10_000
 
@@ -44,6 +44,8 @@ STATES: dict[str, Q] = {
     "all": Q(),
 }
 UNSETTLED = Q(resolved_at=None)
+# Failures that writing the user's shared state by value mends.
+SHARED = frozenset({Looks.OLD_SHARED_WON, Looks.SHARED_FROZEN})
 REPAIRS = {"app": "Reconcile app", "extra": "Remove copy"}
 WHAT = {
     "user": "user state",
@@ -251,7 +253,7 @@ def _line(seen: Seen, row: Mismatch, shared: frozenset[str]) -> MismatchLine:
     events, state = _parts(row)
     settled = row.resolved_at is not None
     late = row.looks_like == Looks.LATE_WRITE
-    may_repair = _may_repair(seen) and not settled and not row.repair_requested_at
+    may_repair = _may_repair(seen) and state_of(row) == "open" and not row.repair_requested_at
     known = row.looks_like in set(Looks)
     return MismatchLine(
         key=str(row.pk),
@@ -274,7 +276,7 @@ def _line(seen: Seen, row: Mismatch, shared: frozenset[str]) -> MismatchLine:
         settled=settled,
         late=late,
         repair=REPAIRS.get(row.part, "Re-copy") if may_repair and row.part != "user" else "",
-        reconcile=may_repair and row.part != "app",
+        reconcile=may_repair and row.part != "app" and row.looks_like in SHARED,
         accept=not settled and row.accepted_at is None and queries.acceptable(seen.move, row),
     )
 

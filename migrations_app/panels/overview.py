@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from django.db.models import Exists, OuterRef
 
+from migrations_app import queries
 from migrations_app.domain.phases import NO_RETURN, REVERSED, Phase
 from migrations_app.domain.verbs import words
 from migrations_app.models import MoveEvent, TenantMigration
@@ -86,6 +87,8 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
             late = counted(review, "late write")
             title = f"{name}: {late} at the closed {move.source_store}"
             text = late_writes_in_words(seen)
+            first = queries.late_writes(move).filter(accepted_at=None).order_by("found_at").first()
+            since = first.found_at if first else since
         else:
             review = seen.open_mismatches
             where = "back to its source" if seen.going_back else "to its target"
@@ -144,6 +147,7 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
         key=str(move.pk),
         label=str(move),
         way_out=_way_out(seen),
+        destroys=not seen.going_back,
         review=review,
     )
 

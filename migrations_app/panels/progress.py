@@ -66,7 +66,8 @@ def facts(seen: Seen, *, now: datetime) -> Facts:
         sessions=move.sessions if surveyed else None,
         users=move.users if surveyed else None,
         interrupted=move.interrupted,
-        changed_at_drain=move.changed_at_drain,
+        # On the way back it is what was touched.
+        changed_at_drain=None if seen.fence_goes_back else move.changed_at_drain,
         touched=move.touched if phase == Phase.SOAK or seen.going_back else None,
     )
 
@@ -555,7 +556,7 @@ def _pace_rows(move: TenantMigration, now: datetime) -> Iterable[Row]:
             said = f"at {said}: through at {_minute(through, now)} UTC"
         yield Row("Pace", said)
     if move.ease < 1:
-        yield Row("Works, of the time", percent(move.ease, 1), "differs")
+        yield Row("Works, of the time", percent(move.ease, 1))
 
 
 def _late_seconds(move: TenantMigration, now: datetime) -> float:
