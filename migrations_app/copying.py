@@ -894,8 +894,7 @@ def repair(
     if sessions := [Key(m.user_id, m.session_id) for m in asked if m.session_id]:
         copy(move, source, target, sessions, meter=meter, clock=clock, compare=True)
     for mismatch in (m for m in asked if not m.session_id):
-        user_id = mismatch.user_id if mismatch.part == "user" else None
-        _repair_shared(move, source, target, user_id, mismatch, clock)
+        _repair_shared(move, source, target, mismatch.user_id or None, mismatch, clock)
     return len(asked)
 
 

@@ -133,13 +133,12 @@ def _open(store: Store, move: TenantMigration) -> Any:
 
 
 def _read(sides: tuple[SessionStore, SessionStore], mismatch: Mismatch) -> tuple[Side, Side]:
-    source, target = (_side(port, mismatch) for port in sides)
+    if mismatch.session_id:
+        return ports.sessions_of_both(*sides, Key(mismatch.user_id, mismatch.session_id))
+    source, target = (_shared(port, mismatch.user_id or None) for port in sides)
     return source, target
 
 
-def _side(port: SessionStore, mismatch: Mismatch) -> Side:
-    if not mismatch.session_id:
-        user = mismatch.user_id if mismatch.part == "user" else None
-        row = port.shared([user]).get(user)
-        return None if row is None else json.loads(row.state)
-    return port.session(Key(mismatch.user_id, mismatch.session_id))
+def _shared(port: SessionStore, user: str | None) -> Side:
+    row = port.shared([user]).get(user)
+    return None if row is None else json.loads(row.state)

@@ -230,8 +230,7 @@ def name_shared(
         # On the way back it is the source that may not hold what the target has.
         for side, layout in ((ours, target.layout), (theirs, source.layout)):
             if side is not None and (found := _shared_refusal(layout, side)):
-                part = "app" if side.user_id is None else "user"
-                return Difference(part, found.words(layout), Looks.CANNOT_HOLD)
+                return Difference("value", found.words(layout), Looks.CANNOT_HOLD)
     return shared_difference(row.user_id, *(_state(side) for side in (ours, theirs)))
 
 
