@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -13,6 +14,7 @@ import pytest
 from migrations_app import ports, services
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
+from migrations_app.models import Mismatch
 from migrations_app.ports.base import START
 from tests import make
 from tests.world import APP, World, world
@@ -62,7 +64,8 @@ def across(
         yield ready
 
 
-only = lambda *pairs: pytest.mark.parametrize("across", pairs, indirect=True)  # noqa: E731
+def only(*pairs: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("across", pairs, indirect=True)
 
 
 def held(world: World, side: str) -> dict[str, Any]:
@@ -118,52 +121,89 @@ def test_a_tenant_moves_back_with_what_it_wrote(across: World) -> None:
 
 @only("sqlite to postgresql", "adk-sqlite to postgresql")
 def test_a_refused_value_stops_the_preparation_and_is_named(across: World) -> None:
-    across.source.run("update sessions set state = '{\"a\": \"\\u0000\"}' where id = 's-3'")
-    move = across.start()
+    spoil(across)
+    with pytest.raises(services.NotReadyToMove, match=NUL):
+        across.start()
+    mend(across)
+    across.start()
+    spoil(across)
     across.step()
-    assert move.phase == Phase.PREPARE
-    assert "sessions.state: a NUL character in a state" in across.move.waiting_for
-    assert "u-3/s-3" in across.move.waiting_for
-    across.source.run("update sessions set state = '{}' where id = 's-3'")
-    across.run(until=Phase.SOAK)
+    assert across.move.phase == Phase.PREPARE
+    assert re.search(NUL, across.move.waiting_for)
+    mend(across)
+    across.run(until=Phase.BACKFILL)
+
+
+NUL = r"sessions\.state: a NUL character in a state: .* \(1, such as u-3/s-3\)"
+
+
+def spoil(world: World, state: str = '{"a": "\\u0000"}') -> None:
+    world.source.run("update sessions set state = ? where id = 's-3'", state)
+
+
+def mend(world: World) -> None:
+    spoil(world, '{"a": 1}')
+
+
+def meets(world: World, **wanted: object) -> Mismatch:
+    """Step until the mismatch table has a row like this."""
+    for _ in range(30):
+        if found := world.move.mismatches.filter(**wanted).first():
+            return found
+        world.step()
+    raise AssertionError(list(world.move.mismatches.values()))
 
 
 @only("sqlite to postgresql")
 def test_a_value_that_comes_later_blocks_the_cutover_until_it_is_gone(across: World) -> None:
-    bad = "update sessions set state = '{\"a\": NaN}' where id = 's-3'"
     across.start(automatic=False)
     across.run(until=Phase.BACKFILL)
-    across.source.run(bad)
-    for _ in range(4):
-        across.step()
-    mismatch = across.move.mismatches.get(resolved_at=None)
-    assert (mismatch.part, mismatch.looks_like) == ("value", Looks.CANNOT_HOLD)
+    spoil(across, '{"a": NaN}')
+    mismatch = meets(across, resolved_at=None, part="value")
+    assert mismatch.looks_like == Looks.CANNOT_HOLD
     assert mismatch.first_difference == (
         "sessions.state a: NaN or Infinity in a state: PostgreSQL's JSON holds neither NaN nor"
         " Infinity"
     )
     assert across.target.run("select 1 from sessions where id = 's-3'") == []
+    with pytest.raises(services.NotNow):
+        accept(across, mismatch)
     # The next pass takes it along once it can be held.
-    across.source.run("update sessions set state = '{\"a\": 1}' where id = 's-3'")
-    for _ in range(4):
-        across.step()
-    assert not across.move.mismatches.filter(resolved_at=None).exists()
+    mend(across)
+    meets(across, pk=mismatch.pk, resolved_at__isnull=False)
     assert len(across.target.run("select 1 from sessions where id = 's-3'")) == 1
+
+
+def accept(world: World, row: Mismatch) -> None:
+    services.accept(
+        world.move, mismatch_ids=[row.pk], by="ada", reason="the same price", now=world.clock()
+    )
 
 
 @only("sqlite to postgresql")
 def test_a_changed_value_is_listed_and_accepted(across: World) -> None:
-    across.source.run("update sessions set state = '{\"a\": -0.0}' where id = 's-3'")
+    spoil(across, '{"a": -0.0}')
     across.start(offboard_automatically=False)
-    across.run(until=Phase.VERIFY)
+    mismatch = meets(across, resolved_at=None)
     assert any("-0.0 becomes 0.0" in finding["reason"] for finding in across.move.findings)
-    for _ in range(3):
-        across.step()
-    mismatch = across.move.mismatches.get(resolved_at=None)
-    assert mismatch.looks_like == Looks.CANNOT_HOLD
-    assert mismatch.first_difference == "a: -0.0 becomes 0.0"
-    assert across.move.phase == Phase.VERIFY
-    services.accept(
-        across.move, mismatch_ids=[mismatch.pk], by="ada", reason="same price", now=across.clock()
+    assert (mismatch.looks_like, mismatch.first_difference) == (
+        Looks.CANNOT_HOLD,
+        "a: -0.0 becomes 0.0",
     )
+    accept(across, mismatch)
     across.run(until=Phase.SOAK)
+    assert across.move.mismatches.get().accepted_by == "ada"
+
+
+@only("adk-sqlite to postgresql")
+def test_shared_state_that_the_target_cannot_hold_stops_the_cutover(across: World) -> None:
+    across.start(offboard_automatically=False)
+    across.run(until=Phase.DELTA)
+    across.source.run("drop trigger switchyard_user_states_update")
+    bad = "update user_states set state = '{\"a\": NaN}' where user_id = 'u-1'"
+    across.source.run(bad)
+    mismatch = meets(across, resolved_at=None)
+    assert (mismatch.part, mismatch.user_id, mismatch.session_id) == ("value", "u-1", "")
+    assert "user_states.state a: NaN" in mismatch.first_difference
+    with pytest.raises(services.NotNow):
+        accept(across, mismatch)

@@ -447,7 +447,7 @@ def test_shared_state_that_the_target_cannot_hold_is_left_out_and_named(pair: Pa
             assert not ports.same_shared(here, there, ours[user], theirs.get(user))
             found = ports.name_shared(here, there, ours[user], theirs.get(user))
             assert found is not None
-            assert found.looks_like is Looks.CANNOT_HOLD
+            assert (found.part, found.looks_like) == ("value", Looks.CANNOT_HOLD)
             assert words in found.text
 
 
