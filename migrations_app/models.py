@@ -175,7 +175,7 @@ class TenantMigration(Durable):
     # Counter.placement_version that REVERSE_TARGET published. NULL: it has not.
     back_placement_version = models.PositiveBigIntegerField(null=True, blank=True)
     # Earlier fences of this move, oldest first; the columns above are the last one's.
-    # [{"back": bool, "closed_at", "opened_at", "quote"}], times as ISO text.
+    # [{"back": bool, "fence_closed_at", "fence_opened_at", "quote"}], times as ISO text.
     past_fences = models.JSONField(default=list)
     soak_until = models.DateTimeField(null=True, blank=True)
     # Sessions that OFFBOARD left because they are not what was recorded.

@@ -109,9 +109,12 @@ def stuck_at_cleaning(move: TenantMigration) -> bool:
     """Return whether a move only fails at removing a copy, so that a person may leave it.
 
     An abort removes the target's. OFFBOARD removes the source's, whose database may have been
-    dropped during the soak: without a way out the tenant could never move again.
+    dropped during the soak, or have stopped a rollback: without a way out the tenant could never
+    move again.
     """
-    cleaning = move.phase == Phase.OFFBOARD or (
-        move.phase == Phase.REOPEN and (move.stage == "clean" or GUARD_LOST in move.failure)
+    cleaning = (
+        move.phase == Phase.OFFBOARD
+        or (move.phase == Phase.SOAK and move.stage == "return")
+        or (move.phase == Phase.REOPEN and (move.stage == "clean" or GUARD_LOST in move.failure))
     )
     return cleaning and move.failures > 0

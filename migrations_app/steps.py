@@ -879,7 +879,7 @@ def _roll_back(move: TenantMigration, clock: Clock) -> Outcome:
         Phase.REVERSE_DRAIN,
         f"Rolling back: expected {duration(quote.expected)}, at most {duration(quote.worst)}",
         {
-            "past_fences": [*move.past_fences, _fence(move, back=False)],
+            "past_fences": _fences(move),
             "quote": quote.as_json(),
             "rollback_requested_at": None,
             "waiting_for": "",
@@ -900,23 +900,26 @@ def _roll_back(move: TenantMigration, clock: Clock) -> Outcome:
     )
 
 
-def _fence(move: TenantMigration, *, back: bool) -> dict[str, Any]:
-    """Return the facts of the move's last fence, for the list of past ones."""
+def _fences(move: TenantMigration) -> list[dict[str, Any]]:
+    """Return the facts of every fence so far; the first went forward, any other back."""
+    if move.fence_closed_at is None:
+        # The last rollback was stopped before it closed one.
+        return list(move.past_fences)
     times = {
         name: at.isoformat() if (at := getattr(move, name)) else None
         for name in ("fence_closed_at", "fence_opened_at")
     }
-    return {"back": back, "quote": move.quote, **times}
+    last = {"back": bool(move.past_fences), "quote": move.quote, **times}
+    return [*move.past_fences, last]
 
 
 def _stay(move: TenantMigration, clock: Clock) -> Outcome:
     """Come back to SOAK from a rollback that was stopped: open the target, then the policy.
 
-    The way back has written at the source, so its stamps and its mark are recorded anew.
+    Then the source, on which the tenant waits no longer: it may be what has failed. The way back
+    has written there, so its stamps and its mark are recorded anew.
     """
     if move.stage != "return":
-        with copying.opened(move, move.source_store) as source:
-            source.take(mover=False, agents=False)
         # First the store: a runtime that is told to accept must find it open.
         with copying.opened(move, move.target_store) as target:
             target.take(mover=False, agents=True)
@@ -927,14 +930,17 @@ def _stay(move: TenantMigration, clock: Clock) -> Outcome:
                     tenants.publish(move.tenant, move.target_cell, accepts="all")
                 row.fence_opened_at, row.stage = now, "return"
                 row.cursor_user = row.cursor_session = ""
-                row.save(
-                    update_fields=["fence_opened_at", "stage", "cursor_user", "cursor_session"]
-                )
+                # Asked of the way back, and answered by this.
+                row.abort_requested_at, row.abort_requested_by, row.abort_reason = None, "", ""
+                row.save()
         return Wait(
             note=f"{move.tenant} is open on {move.target_store}",
             changes={**_stage("return"), "waiting_for": ""},
         )
+    if move.leave_requested_at is not None:
+        return Go(Phase.OFFBOARD, f"{move.source_store} is given up", _stage(""))
     with copying.both(move) as (source, target):
+        source.take(mover=False, agents=False)
         swept = copying.record_anew(move, source, target, timer=Timer())
         if not swept.finished:
             return Wait(changes=_stage("return", swept.cursor))
@@ -947,10 +953,6 @@ def _stay(move: TenantMigration, clock: Clock) -> Outcome:
             "soak_until": clock() + timedelta(seconds=move.soak_seconds),
             "touched": None,
             "touched_at": None,
-            # Asked of the way back, and answered by it.
-            "abort_requested_at": None,
-            "abort_requested_by": "",
-            "abort_reason": "",
             **_stage(""),
         },
     )

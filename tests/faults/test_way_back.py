@@ -338,3 +338,45 @@ def test_every_fenced_phase_of_the_way_back_has_a_deadline(files: World) -> None
             for _ in range(7):
                 files.step()
             assert_stays(files, content, f"budget over in {phase}")
+
+
+@pytest.mark.parametrize("phase", [Phase.REVERSE_DELTA, Phase.REVERSE_VERIFY])
+def test_a_source_that_fails_on_the_way_back_leaves_the_tenant_on_the_target(
+    files: World, phase: Phase
+) -> None:
+    content = moved(files)
+    look(files)
+    roll_back(files)
+    files.run(until=phase)
+    path = Path(files.source.url.removeprefix("sqlite:///"))
+    away = path.rename(path.with_suffix(".away"))
+    files.step()
+    files.clock.pass_by(151)
+    for _ in range(4):
+        files.step()
+    assert files.move.phase == Phase.SOAK
+    assert files.owner() == [("cell-eu1-b", "all")]
+    assert files.agents_may_write(files.target)
+    away.rename(path)
+    for _ in range(4):
+        files.step()
+    assert_stays(files, content, f"source away in {phase}")
+    assert not files.move.mismatches.exists()
+
+
+def test_a_source_that_never_comes_back_after_a_stopped_rollback_can_be_given_up(
+    files: World,
+) -> None:
+    content = moved(files)
+    look(files)
+    roll_back(files)
+    files.run(until=Phase.REVERSE_DELTA)
+    services.abort(files.move, by="ada", reason="it is broken", now=files.clock())
+    Path(files.source.url.removeprefix("sqlite:///")).unlink()
+    for _ in range(4):
+        files.step()
+    services.leave_behind(files.move, by="ada", reason="disk lost", now=files.clock())
+    files.run()
+    assert files.move.phase == Phase.DONE
+    assert files.target.content(APP) == content
+    assert files.owner() == [("cell-eu1-b", "all")]
