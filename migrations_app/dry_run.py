@@ -19,7 +19,7 @@ from migrations_app.preflight import Preflight, preflight
 from migrations_app.services import InvalidOption, check_pace, check_times
 from tenants import queries as tenants_queries
 from tenants.domain.words import clock, counted, duration, limit, rate
-from tenants.models import Cell, Counter, Placement, Store, Tenant
+from tenants.models import Cell, Counter, Store, Tenant
 
 
 @dataclass(frozen=True)
@@ -75,25 +75,17 @@ class _Rates:
 class _Plan:
     """Everything that the narration is made of."""
 
-    tenant: Tenant
-    home: Placement
-    target_cell: Cell
-    target_store: Store
+    # Never saved: it holds what was chosen.
+    move: TenantMigration
     now: datetime
     found: Preflight
     source: Survey
     rates: _Rates
     per_second: float
+    # Which pace was chosen, in words; "" where none was.
+    paced: str
     late_seconds: float
     fence: Quote
-    automatic: bool
-    fence_not_before: datetime | None
-    budget_seconds: float
-    drain_bound_seconds: float
-    soak_seconds: float
-    paced: str
-    flip_by_hand: bool
-    offboard_automatically: bool
 
     @property
     def seconds(self) -> float:
@@ -106,9 +98,9 @@ class _Plan:
     @property
     def fence_at(self) -> datetime | None:
         """When the fence would close; None: when somebody says so."""
-        if not self.automatic:
+        if not self.move.automatic:
             return None
-        return max(self.through_at, self.fence_not_before or self.through_at)
+        return max(self.through_at, self.move.fence_not_before or self.through_at)
 
     @property
     def proves(self) -> bool:
@@ -126,26 +118,26 @@ def dry_run(
     target_cell: Cell,
     target_store: Store,
     now: datetime,
-    automatic: bool = False,
-    fence_not_before: datetime | None = None,
-    budget_seconds: float = 150.0,
-    drain_bound_seconds: float = 60.0,
-    soak_seconds: float = 72 * 3600.0,
-    pace_per_second: float | None = None,
-    finish_by: datetime | None = None,
     rows_per_second: float | None = None,
-    flip_by_hand: bool = False,
-    offboard_automatically: bool = False,
+    **options: Any,
 ) -> DryRun:
     """Tell what `services.start` with these options would lead to, and what it would refuse.
 
-    Looks at both stores, at what instances said and at what earlier moves measured. Takes
-    seconds. Raises InvalidOption as starting would.
+    Looks at both stores, at what instances said and at what earlier moves measured; takes
+    seconds. `rows_per_second` is as in `paced`. Raises InvalidOption as starting would.
     """
-    check_times(budget_seconds, drain_bound_seconds, soak_seconds)
-    check_pace(pace_per_second, finish_by, now)
-    check_rows(rows_per_second, pace_per_second, finish_by)
     home = tenant.placement
+    move = TenantMigration(
+        tenant=tenant,
+        source_cell=home.cell,
+        source_store=home.store,
+        target_cell=target_cell,
+        target_store=target_store,
+        **options,
+    )
+    check_times(move.budget_seconds, move.drain_bound_seconds, move.soak_seconds)
+    check_pace(move.pace_per_second, move.finish_by, now)
+    check_rows(rows_per_second, move.pace_per_second, move.finish_by)
     if home.store == target_store:
         return DryRun(None, (f"{tenant} lives on {target_store} already. Choose another store.",))
     found = preflight(
@@ -159,53 +151,53 @@ def dry_run(
     refusals = list(found.refusals)
     if live := tenant.moves.exclude(phase__in=ENDED).first():
         refusals.insert(0, f"{tenant} is moving already: {live} is in {live.phase.upper()}.")
-    source = found.source
-    if source is None or found.target is None:
+    if found.source is None or found.target is None:
         return DryRun(found, tuple(refusals))
-    rates = _measured(tenant, home.store, target_store, (source, found.target))
-    budgeted = _of_budget(rows_per_second, source)
-    wanted = pace_per_second or budgeted
-    paced = f"the pace of {rate(wanted)}" if wanted else ""
-    if budgeted and rows_per_second:
-        paced += f" that {rows_per_second:,.0f} rows/s allow"
-    per_second, late = min(wanted or rates.backfill, rates.backfill), 0.0
-    if finish_by is not None:
-        window = (finish_by - now).total_seconds()
-        late = throttle.late_seconds(source.sessions, rates.backfill, window)
-        if not late and source.sessions:
-            per_second = throttle.spread(source.sessions, window)
-            paced = f"spread until {clock(finish_by, now)}"
-    plan = _Plan(
-        tenant=tenant,
-        home=home,
-        target_cell=target_cell,
-        target_store=target_store,
-        now=now,
-        found=found,
-        source=source,
-        rates=rates,
-        per_second=per_second,
-        late_seconds=late,
-        fence=_fence(tenant, found, source, rates, drain_bound_seconds, now),
-        automatic=automatic,
-        fence_not_before=fence_not_before,
-        budget_seconds=budget_seconds,
-        drain_bound_seconds=drain_bound_seconds,
-        soak_seconds=soak_seconds,
-        paced=paced,
-        flip_by_hand=flip_by_hand,
-        offboard_automatically=offboard_automatically,
-    )
+    plan = _planned(move, found, found.source, found.target, rows_per_second, now)
     return DryRun(
         checks=found,
         refusals=tuple(refusals),
         lines=tuple(Line(phase.upper(), text) for phase, text in _narrated(plan)),
         ways_back=tuple(_ways_back(plan)),
-        per_second=per_second,
-        measured=rates.words,
+        per_second=plan.per_second,
+        measured=plan.rates.words,
         through_at=plan.through_at,
-        late_seconds=late,
+        late_seconds=plan.late_seconds,
         fence=plan.fence,
+    )
+
+
+def _planned(
+    move: TenantMigration,
+    found: Preflight,
+    source: Survey,
+    target: Survey,
+    rows_per_second: float | None,
+    now: datetime,
+) -> _Plan:
+    rates = _measured(move, (source, target))
+    budgeted = _of_budget(rows_per_second, source)
+    wanted = move.pace_per_second or budgeted
+    paced = f"the pace of {rate(wanted)}" if wanted else ""
+    if budgeted and rows_per_second:
+        paced += f" that {rows_per_second:,.0f} rows/s allow"
+    per_second, late = min(wanted or rates.backfill, rates.backfill), 0.0
+    if move.finish_by is not None:
+        window = (move.finish_by - now).total_seconds()
+        late = throttle.late_seconds(source.sessions, rates.backfill, window)
+        if not late and source.sessions:
+            per_second = throttle.spread(source.sessions, window)
+            paced = f"spread until {clock(move.finish_by, now)}"
+    return _Plan(
+        move=move,
+        now=now,
+        found=found,
+        source=source,
+        rates=rates,
+        per_second=per_second,
+        paced=paced,
+        late_seconds=late,
+        fence=_fence(move, found, source, rates, now),
     )
 
 
@@ -251,10 +243,9 @@ def _of_budget(rows_per_second: float | None, source: Survey) -> float | None:
     return max(0.01, throttle.pace_from_budget(rows_per_second, each))
 
 
-def _measured(
-    tenant: Tenant, source: Store, target: Store, surveys: tuple[Survey, Survey]
-) -> _Rates:
+def _measured(move: TenantMigration, surveys: tuple[Survey, Survey]) -> _Rates:
     """Return what the latest earlier move between such stores measured, the same two first."""
+    source, target = move.source_store, move.target_store
     earlier = (
         TenantMigration.objects.filter(copy_rate__isnull=False)
         .select_related("source_store", "target_store")
@@ -267,21 +258,20 @@ def _measured(
         target_store__kind=target.kind,
         target_store__survey__dialect=surveys[1].dialect,
     )
-    move = earlier.filter(these).first()
-    where = "between these stores"
-    if move is None:
-        move, where = earlier.filter(kinds).first(), "between other stores of these kinds"
-    mine = tenant.moves.filter(changed_at_drain__isnull=False).order_by("-id").first()
+    last, where = earlier.filter(these).first(), "between these stores"
+    if last is None:
+        last, where = earlier.filter(kinds).first(), "between other stores of these kinds"
+    mine = move.tenant.moves.filter(changed_at_drain__isnull=False).order_by("-id").first()
     changed = mine.changed_at_drain if mine else None
-    if move is None:
+    if last is None:
         return _Rates("assumed: no move between such stores was measured yet", changed=changed)
-    looks = (move.scan_seconds or 0.0) + (move.mark_seconds or 0.0)
+    looks = (last.scan_seconds or 0.0) + (last.mark_seconds or 0.0)
     return _Rates(
-        f"measured by {move} {where}",
-        copy=move.copy_rate,
-        verify=move.verify_rate,
-        shared=move.shared_rate,
-        scan=looks / max(1, move.sessions),
+        f"measured by {last} {where}",
+        copy=last.copy_rate,
+        verify=last.verify_rate,
+        shared=last.shared_rate,
+        scan=looks / max(1, last.sessions),
         changed=changed,
     )
 
@@ -291,15 +281,15 @@ def _proves(found: Preflight) -> bool:
 
 
 def _fence(
-    tenant: Tenant, found: Preflight, source: Survey, rates: _Rates, bound: float, now: datetime
+    move: TenantMigration, found: Preflight, source: Survey, rates: _Rates, now: datetime
 ) -> Quote:
     changed = min(rates.changed or 0, source.sessions)
     return quote(
         changed=changed,
         compare=changed if _proves(found) else source.sessions,
         users=source.users,
-        running_seconds=tenants_queries.time_left_seconds(tenant.placement.cell, tenant, now=now),
-        drain_bound_seconds=bound,
+        running_seconds=tenants_queries.time_left_seconds(move.source_cell, move.tenant, now=now),
+        drain_bound_seconds=move.drain_bound_seconds,
         copy_rate=rates.copy,
         verify_rate=rates.verify,
         shared_rate=rates.shared,
@@ -319,11 +309,12 @@ def _narrated(plan: _Plan) -> Iterator[tuple[Phase, str]]:
 
 
 def _prepare(plan: _Plan) -> str:
+    move = plan.move
     checks = plan.found.checks
     green, red = (sum(check.ok is state for check in checks) for state in (True, False))
     text = (
         f"{counted(green, 'check')} green now, {red or 'none'} red. Then both are looked at again,"
-        f" tables are made on {plan.target_store} where they lack, a guard row and closing triggers"
+        f" tables are made on {move.target_store} where they lack, a guard row and closing triggers"
         " on both."
     )
     if plan.source.interrupted:
@@ -334,6 +325,7 @@ def _prepare(plan: _Plan) -> str:
 
 
 def _backfill(plan: _Plan) -> str:
+    move = plan.move
     text = (
         f"{plan.held}, at {rate(plan.per_second)} through at {clock(plan.through_at, plan.now)} UTC"
         f" ({duration(plan.seconds)})."
@@ -348,24 +340,27 @@ def _backfill(plan: _Plan) -> str:
             f" The finish time would be missed by {duration(plan.late_seconds)}: choose a later"
             " one, or none."
         )
-    return f"{text} {plan.tenant} is served all the while; what changes meanwhile is copied again."
+    return f"{text} {move.tenant} is served all the while; what changes meanwhile is copied again."
 
 
 def _drain(plan: _Plan) -> str:
-    live = tenants_queries.live_instances(plan.home.cell, now=plan.now)
+    move = plan.move
+    live = tenants_queries.live_instances(move.source_cell, now=plan.now)
     if plan.fence_at is not None:
         when = f"At {clock(plan.fence_at, plan.now)} UTC at the earliest, once its quote fits,"
-    elif plan.fence_not_before is not None:
-        when = f"When somebody says so, after {clock(plan.fence_not_before, plan.now)} UTC,"
+    elif move.fence_not_before is not None:
+        when = f"When somebody says so, after {clock(move.fence_not_before, plan.now)} UTC,"
     else:
         when = "When somebody says so,"
     if not live:
-        told = f"the fence closes. No instance of {plan.home.cell} is alive: nobody is waited for."
+        told = (
+            f"the fence closes. No instance of {move.source_cell} is alive: nobody is waited for."
+        )
         return f"{when} {told}"
     longest = max(row.longest_turn_seconds for row in live)
-    bound = plan.drain_bound_seconds
+    bound = move.drain_bound_seconds
     text = (
-        f"{when} {counted(len(live), 'instance')} of {plan.home.cell} would be told to answer new"
+        f"{when} {counted(len(live), 'instance')} of {move.source_cell} would be told to answer new"
         f" turns with retry-after. Running turns get up to {limit(bound)}; the longest turn stated"
         f" is {limit(longest)}."
     )
@@ -375,6 +370,7 @@ def _drain(plan: _Plan) -> str:
 
 
 def _delta(plan: _Plan) -> str:
+    move = plan.move
     changed = plan.rates.changed
     copying = plan.rates.copy or ASSUMED_RATE
     each = _each(copying)
@@ -383,7 +379,7 @@ def _delta(plan: _Plan) -> str:
     else:
         text = (
             f"What changed since its copy goes over: {counted(changed, 'session')} in the last move"
-            f" of {plan.tenant}, {duration(changed / copying)}; {each}."
+            f" of {move.tenant}, {duration(changed / copying)}; {each}."
         )
     shared = plan.source.users / (plan.rates.shared or ASSUMED_RATE)
     users = counted(plan.source.users, "user")
@@ -391,6 +387,7 @@ def _delta(plan: _Plan) -> str:
 
 
 def _verify(plan: _Plan) -> str:
+    move = plan.move
     held = counted(plan.source.sessions, "session")
     if plan.proves:
         text = (
@@ -403,52 +400,56 @@ def _verify(plan: _Plan) -> str:
             f"{held} are compared, every one, {duration(seconds)}: on SQLite a stamp doesn’t show"
             " an edit in place."
         )
-    waits = " Then it waits for somebody to flip; the deadline holds." if plan.flip_by_hand else ""
+    waits = " Then it waits for somebody to flip; the deadline holds." if move.flip_by_hand else ""
     return f"{text} One that differs blocks the flip.{waits}"
 
 
 def _target(plan: _Plan) -> str:
+    move = plan.move
     version = Counter.objects.get().placement_version + 1
     quoted = plan.fence
     text = (
-        f"Placement version {version}: {plan.tenant} on {plan.target_cell}, {plan.target_store}."
+        f"Placement version {version}: {move.tenant} on {move.target_cell}, {move.target_store}."
         f" The fence: {duration(quoted.expected)} expected, {duration(quoted.worst)} at worst,"
-        f" budget {limit(plan.budget_seconds)}."
+        f" budget {limit(move.budget_seconds)}."
     )
-    if quoted.worst > plan.budget_seconds:
-        text += " That is over the budget: it would not close until passes have made it shorter."
+    if quoted.worst > move.budget_seconds:
+        text += " That is over the budget: as it stands the fence would not close."
     return text
 
 
 def _soak(plan: _Plan) -> str:
+    move = plan.move
     if plan.fence_at is None:
-        until = f"For {limit(plan.soak_seconds)} from then"
+        until = f"For {limit(move.soak_seconds)} from then"
     else:
         flips = plan.fence_at + timedelta(seconds=plan.fence.expected)
-        ends = clock(flips + timedelta(seconds=plan.soak_seconds), plan.now)
-        until = f"Until {ends} UTC ({limit(plan.soak_seconds)})"
-    return f"{until} {plan.home.store} stays closed and whole: {plan.tenant} can be rolled back."
+        ends = clock(flips + timedelta(seconds=move.soak_seconds), plan.now)
+        until = f"Until {ends} UTC ({limit(move.soak_seconds)})"
+    return f"{until} {move.source_store} stays closed and whole: {move.tenant} can be rolled back."
 
 
 def _offboard(plan: _Plan) -> str:
-    gone = f"deletes {plan.held} on {plan.home.store}, each only if it is still what was copied"
-    if plan.offboard_automatically:
+    move = plan.move
+    gone = f"deletes {plan.held} on {move.source_store}, each only if it is still what was copied"
+    if move.offboard_automatically:
         return f"When the soak ends it {gone}. Nobody is asked."
-    return f"Waits for the typed confirmation “{plan.tenant.slug}”, then {gone}."
+    return f"Waits for the typed confirmation “{move.tenant.slug}”, then {gone}."
 
 
 def _ways_back(plan: _Plan) -> Iterator[Line]:
+    move = plan.move
     yield Line(
         "Abort",
-        f"Until TARGET, at any moment: {plan.home.store} opens again and what was copied is removed"
-        f" from {plan.target_store}.",
+        f"Until TARGET, at any moment: {move.source_store} opens again, and what was copied is"
+        f" removed from {move.target_store}.",
     )
     each = _each(plan.rates.copy or ASSUMED_RATE)
     yield Line(
         "Roll back",
-        f"Until the soak ends: a fence closes on {plan.target_cell}, every session touched since"
-        f" goes back to {plan.home.store} ({each}), deletes too, all is compared,"
-        f" and {plan.tenant} lives on {plan.home.cell}, {plan.home.store} again.",
+        f"Until the soak ends: a fence closes on {move.target_cell}, every session touched since"
+        f" goes back to {move.source_store} ({each}), deletes too, all is compared,"
+        f" and {move.tenant} lives on {move.source_cell}, {move.source_store} again.",
     )
 
 
