@@ -139,6 +139,9 @@ class PolicyClient:
         self._outstanding: _Report | None = None
         # The id that this process had before: the next join says that it replaces it.
         self._replaces: str | None = None
+        # The policy that this process held last, for the next join: above the cell's counter it
+        # tells a control plane that its database was restored.
+        self._held = ""
         self._poll_after_ms = FIRST_POLL_MS
         self._failures = 0
         self._left = False
@@ -286,6 +289,8 @@ class PolicyClient:
 
         Turns that run stay counted, and are in the next id's reports.
         """
+        if self.policy is not None:
+            self._held = str(self.policy.version)
         self.fence.drop()
         self._replaces, self.instance = self.instance, None
 
@@ -296,7 +301,12 @@ class PolicyClient:
             self._settle_old_report(self._outstanding)
         # Named even if that id is gone already: turns that run are this process's, and by the
         # name the control plane counts the new id from its join on, not from its first poll.
-        request = {**self._join_request, "boot": self._boot, "replaces": self._replaces}
+        request = {
+            **self._join_request,
+            "boot": self._boot,
+            "replaces": self._replaces,
+            "applied_version": self._held,
+        }
         sent_at = self.clock.boottime()
         answer = self._call("POST", f"{API}/instances", json.dumps(request).encode())
         with _contract("the answer to a join"):

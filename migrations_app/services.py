@@ -72,7 +72,9 @@ def start(
 
     Times are in seconds, the pace in sessions per second. Raises AlreadyMigrating,
     SamePlace, InvalidOption or NotReadyToMove (with every red check); then nothing has changed.
+    MachinesStopped while all machines are: a new move would believe an old database.
     """
+    tenants.check_running()
     _require(reason)
     check_times(budget_seconds, drain_bound_seconds, soak_seconds)
     check_pace(pace_per_second, finish_by, now)

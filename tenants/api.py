@@ -126,6 +126,9 @@ class JoinIn(Schema):
     stores: Annotated[list[Text], Field(max_length=1_000)] = []
     # The id that this same process had, if it joins anew.
     replaces: Text | None = None
+    # The policy that this same process held last; empty: none yet. One above the cell's counter
+    # tells that the control plane's database is older than its runtimes.
+    applied_version: Text = ""
 
 
 class JoinOut(Schema):
@@ -234,6 +237,7 @@ def join(request: HttpRequest, body: JoinIn) -> dict[str, Any]:
         plugins=body.plugins,
         stores=body.stores,
         replaces=body.replaces or None,
+        applied_version=body.applied_version,
         now=now,
     )
     return {
@@ -245,11 +249,13 @@ def join(request: HttpRequest, body: JoinIn) -> dict[str, Any]:
 
 
 @runtime_router.get(
-    "/policy", response={200: PolicyOut, 304: None, 403: Error, 410: Error}, summary="Policy"
+    "/policy",
+    response={200: PolicyOut, 304: None, 403: Error, 409: Error, 410: Error},
+    summary="Policy",
 )
 def policy(request: HttpRequest, instance: Text, since: str = "") -> HttpResponse:
     """Answer what changed in the instance's cell since version `since`; 304 if nothing did."""
-    asking = services.poll(instance, cells=_cells(request), now=database_now())
+    asking = services.poll(instance, since=since, cells=_cells(request), now=database_now())
     changed = queries.policy(asking, since=since)
     cadence = asking.instance.poll_after_ms
     if changed is None:

@@ -135,8 +135,8 @@ def lapsed_instances(*, now: datetime) -> list[int]:
 def policy(asking: Asking, *, since: str) -> Policy | None:
     """Return what changed in the instance's cell since version `since`; None if nothing did.
 
-    A `since` of another epoch, above the cell's counter or unreadable is answered in full,
-    tombstones included.
+    A `since` of another epoch or unreadable is answered in full, tombstones included. (One above
+    the cell's counter too: `services.poll` has refused it.)
     """
     # The version was read FIRST, with the instance. Read after the entries it would cover a
     # publication that committed in between, whose entry was not read: that instance would skip

@@ -71,10 +71,12 @@ def replace_epoch(*, by: str, reason: str, now: datetime) -> str:
     before = counter.epoch
     counter.epoch = secrets.token_hex(6)
     counter.save(update_fields=["epoch"])
+    # Whatever an earlier comparison said: another one begins, and machines wait for its end.
+    row.compared_at = None
     if row.leases_until is None:
         # From now on nobody renews a lease of the lost database: who asks is answered by us.
         row.leases_until = now + _longest_lease()
-        row.save(update_fields=["leases_until"])
+    row.save(update_fields=["compared_at", "leases_until"])
     audit(
         who=by,
         verb="epoch.replace",

@@ -36,6 +36,7 @@ from tenants.models import (
     UsageLine,
 )
 from tenants.services.auditing import WHO_MAX, audit, check_reason
+from tenants.services.halting import halt
 from tenants.services.rows import assert_in_transaction
 
 log = logging.getLogger(__name__)
@@ -127,13 +128,18 @@ def join(
     plugins: list[str],
     stores: list[str],
     replaces: str | None,
+    applied_version: str = "",
     now: datetime,
 ) -> RuntimeInstance:
     """Register a process of the cell and return its row; it serves nothing before a full policy.
 
     `replaces` names the id that this same process had; that one is gone in this transaction.
-    Raises AnotherProcess if the id was another process's.
+    `applied_version` is the policy that the process held last. Raises AnotherProcess if the id
+    was another process's.
     """
+    # It is let in all the same: a restore stops machines, not serving, and a policy that is older
+    # than a store is refused by that store's guard.
+    _check_version(name, cell, applied_version, now)
     # Counts belong to the process: turns that run while it joins anew will be in the new id's
     # reports, and the old id no longer speaks for them. So the new id counts in a fence from now
     # on, although it has not asked for a policy: otherwise a proof made between its join and
@@ -168,11 +174,13 @@ def join(
     )
 
 
-def poll(key: str, *, cells: Collection[int] | None = None, now: datetime) -> queries.Asking:
+def poll(
+    key: str, *, since: str = "", cells: Collection[int] | None = None, now: datetime
+) -> queries.Asking:
     """Note that an instance asks for its policy; return it with its cell's version.
 
-    `cells` are the ids of those that the caller speaks for; None: of any. Raises InstanceGone,
-    NotYourCell.
+    `since` is the version that it holds; `cells` are the ids of those that the caller speaks
+    for; None: of any. Raises InstanceGone, NotYourCell, VersionAhead.
     """
     asking = queries.asking(key)
     if asking is None:
@@ -181,6 +189,13 @@ def poll(key: str, *, cells: Collection[int] | None = None, now: datetime) -> qu
     _check_cell(row, cells)
     if _over(row, now):
         raise _gone()
+    held = parse(since)
+    if held is not None and _is_ahead(held, asking.version):
+        # Answered in full it would drop what it knows for something older, and nobody would ever
+        # hear that there was more. So it serves on by what it has until its lease is over.
+        with transaction.atomic():
+            refusal = _version_ahead(row.name, row.cell, held, asking.version, now)
+        raise refusal
     told = cadence_ms(row.cell.fast_until, now)
     first = row.polled_at is None
     quiet = told == row.poll_after_ms != FAST_MS
@@ -242,8 +257,8 @@ def _take(said: Report, cells: Collection[int] | None, now: datetime) -> Reporte
         )
     current = Version(row.epoch, row.cell.policy_version)
     # The cell's version was read after the instance applied it, so it can't be behind.
-    if applied is not None and applied.epoch == current.epoch and applied.number > current.number:
-        return _version_ahead(row, applied, current, now)
+    if applied is not None and _is_ahead(applied, current):
+        return _version_ahead(row.name, row.cell, applied, current, now)
     over = _over(row, now)
     order = verdict(row.seq, said.seq)
     if order == "gap":
@@ -466,26 +481,47 @@ def _keep_lines(row: RuntimeInstance, said: Report, now: datetime) -> None:
     )
 
 
+def _check_version(name: str, cell: Cell, held: str, now: datetime) -> None:
+    """Stop all machines if a process that joins held a policy that this database never gave."""
+    applied = parse(held)
+    if applied is None:
+        return
+    # After the process applied it, so it can't be behind.
+    number = Cell.objects.values_list("policy_version", flat=True).get(pk=cell.pk)
+    current = Version(queries.epoch(), number)
+    if _is_ahead(applied, current):
+        _version_ahead(name, cell, applied, current, now)
+
+
+def _is_ahead(applied: Version, current: Version) -> bool:
+    return applied.epoch == current.epoch and applied.number > current.number
+
+
 def _version_ahead(
-    row: RuntimeInstance, applied: Version, current: Version, now: datetime
+    name: str, cell: Cell, applied: Version, current: Version, now: datetime
 ) -> VersionAhead:
-    subject = f"instance {row.name} of {row.cell.slug}"
+    """Stop all machines: this database is older than what its runtimes were told."""
+    why = (
+        f"Instance {name} of {cell.slug} has applied policy {applied}, but {cell.slug} is only at"
+        f" {current}: this database was restored from a backup without saying so. Run"
+        " `manage.py restored`."
+    )
+    who = f"instance {name}"[:WHO_MAX]
+    since = halt(by=who, why=why, now=now).since
+    subject = f"instance {name} of {cell.slug}"
     # It will be back at every poll; one line says it all.
-    if not AuditEntry.objects.filter(subject=subject, verb="instance.version_ahead").exists():
+    told = AuditEntry.objects.filter(subject=subject, verb="instance.version_ahead", at__gte=since)
+    if not told.exists():
         audit(
-            who=f"instance {row.name}"[:WHO_MAX],
+            who=who,
             verb="instance.version_ahead",
             subject=subject,
             before={"cell": str(current)},
             after={"applied": str(applied)},
             now=now,
         )
-        log.error("%s applied %s, but the cell is only at %s", subject, applied, current)
-    return VersionAhead(
-        f"{row.name} has applied {applied}, but {row.cell.slug} is only at {current}: this "
-        "database was restored from a backup without saying so. Start no move before that is put "
-        "right."
-    )
+        log.error("%s", why)
+    return VersionAhead(f"{why} All machines are stopped until that is settled.")
 
 
 def _check_cell(row: RuntimeInstance, cells: Collection[int] | None) -> None:

@@ -56,6 +56,7 @@ def test_a_join_says_who_and_what_the_process_is(plane: ControlPlane, clock: Dri
         "plugins": ["trace"],
         "stores": ["a", "b"],
         "replaces": None,
+        "applied_version": "",
     }
 
 
@@ -388,6 +389,8 @@ def test_a_process_names_the_id_it_had_even_when_that_is_gone(
     plane.instances["i1"].gone = "dead"
     client.tick()
     assert plane.instances["i2"].request["replaces"] == "i1"
+    # And which policy it held: above the cell's counter it tells of a restored database.
+    assert plane.instances["i2"].request["applied_version"] == "e1.2"
 
 
 def test_a_process_that_fails_to_join_anew_still_names_the_id_it_had(

@@ -281,3 +281,33 @@ def test_of_twelve_workers_with_one_message_one_steps(cast: make.Cast, now: date
     for thread in threads:
         thread.join()
     assert (most, steps) == (1, 1)
+
+
+# --- all machines stopped ---------------------------------------------------------------------
+
+
+def test_while_machines_are_halted_nothing_is_claimed_or_due(
+    row: TenantMigration, now: datetime
+) -> None:
+    halted = machine(waiting, halted=lambda: "the database was restored")
+    assert not driver.advance(halted, row.pk, clock=lambda: now)
+    assert driver.due(halted, now=now) == []
+    row.refresh_from_db()
+    assert (row.claim, row.due_at) == (0, now)
+
+
+def test_a_halt_between_look_and_claim_is_seen_after_the_claim(
+    row: TenantMigration, now: datetime
+) -> None:
+    words = iter(["", "the database was restored"])
+    stepped: list[Any] = []
+
+    def step(row: Any, clock: driver.Clock) -> Outcome:
+        stepped.append(row)
+        return Wait(10)
+
+    assert not driver.advance(machine(step, halted=lambda: next(words)), row.pk, clock=lambda: now)
+    row.refresh_from_db()
+    assert stepped == []
+    # Given back: whoever waits for claims that are not settled waits for none here.
+    assert (row.claim, row.settled, row.due_at) == (1, 1, now)
