@@ -11,10 +11,10 @@ import json
 import sqlite3
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psycopg
 
@@ -32,6 +32,8 @@ class Stored(NamedTuple):
     id: str
     invocation: str
     author: str
+    # As its store spells it: later ones sort behind earlier ones.
+    at: Any
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Verdict:
     doubled: int = 0
     # Sessions in which one store acknowledged an event after another had taken over.
     returned: int = 0
+    # Sessions whose events the store holds in another order than clients were told of them.
+    disordered: int = 0
     turns: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     # (tenant, when) of each refusal, to be held against the times of the fence.
@@ -66,7 +70,7 @@ class Verdict:
 
     @property
     def clean(self) -> bool:
-        return not (self.missing or self.doubled or self.returned)
+        return not (self.missing or self.doubled or self.returned or self.disordered)
 
     def __str__(self) -> str:
         return f"{self.acknowledged:,} acknowledged, {self.found:,} found, {self.doubled:,} doubled"
@@ -80,8 +84,17 @@ class Verdict:
             self.examples.append(text)
 
 
-def audit(journals: Iterable[Path], homes: Mapping[str, Home]) -> Verdict:
-    """Compare journals with the stores. `homes` says where each tenant lives now."""
+def audit(
+    journals: Iterable[Path],
+    homes: Mapping[str, Home],
+    *,
+    lived: Mapping[str, Sequence[str]] | None = None,
+) -> Verdict:
+    """Compare journals with the stores. `homes` says where each tenant lives now.
+
+    `lived` names the stores in which a tenant has lived, one after another, for those that went
+    back; of the others no store may answer again once another one has.
+    """
     verdict = Verdict()
     # (tenant, user, session) -> what was acknowledged of it, in order.
     told: dict[tuple[str, str, str], list[journal.Line]] = defaultdict(list)
@@ -105,7 +118,8 @@ def audit(journals: Iterable[Path], homes: Mapping[str, Home]) -> Verdict:
     for (tenant, user, session), lines in told.items():
         there = stored[tenant].get((user, session), [])
         _count(verdict, f"{tenant}/{user}/{session}", lines, there)
-        _order(verdict, f"{tenant}/{user}/{session}", lines)
+        _owners(verdict, f"{tenant}/{user}/{session}", lines, (lived or {}).get(tenant))
+        _order(verdict, f"{tenant}/{user}/{session}", lines, there)
     for (tenant, user, session, invocation), count in whole.items():
         there = stored[tenant].get((user, session), [])
         # The user's own event is one more. Fewer would be counted as missing already.
@@ -131,14 +145,29 @@ def _count(verdict: Verdict, where: str, lines: list[journal.Line], there: list[
             verdict._note(f"{where}: {name} is there {found} times")
 
 
-def _order(verdict: Verdict, where: str, lines: list[journal.Line]) -> None:
-    """Note a session whose store had taken over and yet was followed by an earlier one."""
+def _owners(
+    verdict: Verdict, where: str, lines: list[journal.Line], lived: Sequence[str] | None
+) -> None:
+    """Note a session in which a store answered after it had given the tenant away."""
     # One session may be in several journals, one after another.
     stores = [line.store for line in sorted(lines, key=lambda line: line.at) if line.store]
     runs = [store for n, store in enumerate(stores) if n == 0 or stores[n - 1] != store]
-    if len(runs) != len(set(runs)):
+    # Without a word of where it lived, each store once. A session may have been silent in one.
+    places = iter(dict.fromkeys(runs) if lived is None else lived)
+    if not all(store in places for store in runs):
         verdict.returned += 1
         verdict._note(f"{where}: acknowledged by {' then '.join(runs)}")
+
+
+def _order(verdict: Verdict, where: str, lines: list[journal.Line], there: list[Stored]) -> None:
+    """Note a session whose events are not read back in the order in which they were told."""
+    told = [line.id for line in sorted(lines, key=lambda line: line.at)]
+    known = set(told)
+    kept = [event.id for event in sorted(there, key=lambda event: event.at) if event.id in known]
+    found = set(kept)
+    if len(kept) == len(found) and kept != [name for name in told if name in found]:
+        verdict.disordered += 1
+        verdict._note(f"{where}: told in another order than it is stored")
 
 
 def _by_session(home: Home) -> dict[tuple[str, str], list[Stored]]:
@@ -158,7 +187,8 @@ def _read(home: Home) -> Iterable[Stored]:
             yield from map(
                 Stored._make,
                 connection.execute(
-                    f"SELECT {columns}, json_extract(event_data, '$.author') FROM events"
+                    f"SELECT {columns}, json_extract(event_data, '$.author'), timestamp"
+                    " FROM events"
                     " WHERE app_name = ?",
                     (home.app_name,),
                 ),
@@ -169,7 +199,8 @@ def _read(home: Home) -> Iterable[Stored]:
             yield from map(
                 Stored._make,
                 server.execute(
-                    f"SELECT {columns}, event_data->>'author' FROM events WHERE app_name = %s",
+                    f"SELECT {columns}, event_data->>'author', timestamp FROM events"
+                    " WHERE app_name = %s",
                     (home.app_name,),
                 ),
             )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 FLUSH_SECONDS = 1.0
+LONGEST_LINE = 65_536
 
 Kind = Literal["event", "turn", "refused", "failed", "cancelled"]
 
@@ -47,8 +48,15 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._mend()
         self._flushed = time.monotonic()
+
+    def _mend(self) -> None:
+        """Cut off a last line that a killed process left unended: it was never acted upon."""
+        size = os.fstat(self._file).st_size
+        tail = os.pread(self._file, LONGEST_LINE, max(0, size - LONGEST_LINE))
+        os.ftruncate(self._file, size - len(tail) + tail.rfind(b"\n") + 1)
 
     def write(self, line: Line) -> None:
         """Append one line. It survives this process from here on."""

@@ -17,7 +17,8 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.database = sqlite3.connect(folder / "store.db", isolation_level=None)
         self.database.execute(
-            "CREATE TABLE events (app_name, user_id, session_id, id, invocation_id, event_data)"
+            "CREATE TABLE events"
+            " (app_name, user_id, session_id, id, invocation_id, event_data, timestamp)"
         )
         self.path = folder / "client.jsonl"
         self.journal = Journal(self.path)
@@ -30,16 +31,16 @@ class World:
 
     def store(self, name: str, author: str, app: str = "support.acme") -> None:
         self.database.execute(
-            "INSERT INTO events VALUES (?, 'u', 's', ?, 'i1', json_object('author', ?))",
-            (app, name, author),
+            "INSERT INTO events VALUES (?, 'u', 's', ?, 'i1', json_object('author', ?), ?)",
+            (app, name, author, name),
         )
 
     def tell(self, kind: str, **more: object) -> None:
         line = {"kind": kind, "at": 1.0, "tenant": "acme", "user": "u", "session": "s"}
         self.journal.write(Line(**{**line, "invocation": "i1", **more}))  # type: ignore[arg-type]
 
-    def audit(self) -> Verdict:
-        return audit([self.path], {"acme": self.home})
+    def audit(self, **more: object) -> Verdict:
+        return audit([self.path], {"acme": self.home}, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -91,6 +92,27 @@ def test_a_store_that_answers_after_another_has_taken_over_is_noticed(world: Wor
     assert not verdict.clean
 
 
+@pytest.mark.parametrize(
+    ("lived", "clean"), [("aba", True), ("abab", True), ("ab", False), ("bab", False)]
+)
+def test_a_store_may_answer_again_where_the_tenant_came_back(
+    world: World, lived: str, clean: bool
+) -> None:
+    for number, store in enumerate("ba"):
+        world.store(f"e{3 + number}", "agent")
+        world.tell("event", at=2.0 + number, id=f"e{3 + number}", store=store)
+    world.tell("turn", at=9.0, count=4)
+    verdict = world.audit(lived={"acme": lived})
+    assert verdict.clean is clean, verdict.examples
+    assert verdict.returned == (not clean)
+
+
+def test_events_that_changed_places_are_noticed(world: World) -> None:
+    world.database.execute("UPDATE events SET timestamp = 'e0' WHERE id = 'e2'")
+    verdict = world.audit()
+    assert (verdict.disordered, verdict.missing, verdict.clean) == (1, 0, False)
+
+
 def test_moving_once_is_no_fault(world: World) -> None:
     world.store("e3", "user")
     world.database.execute("UPDATE events SET invocation_id = 'i2' WHERE id = 'e3'")
@@ -123,9 +145,20 @@ def test_an_audit_of_postgresql_reads_the_same(
     with psycopg.connect(store_url) as connection:
         connection.execute(
             "CREATE TABLE events (app_name text, user_id text, session_id text, id text,"
-            " invocation_id text, event_data jsonb)"
+            " invocation_id text, event_data jsonb, timestamp text)"
         )
         for row in world.database.execute("SELECT * FROM events"):
-            connection.execute("INSERT INTO events VALUES (%s, %s, %s, %s, %s, %s)", row)
+            connection.execute("INSERT INTO events VALUES (%s, %s, %s, %s, %s, %s, %s)", row)
     world.home = Home("support.acme", store_url.replace("://", "+psycopg://"))
     assert str(world.audit()) == "3 acknowledged, 3 found, 0 doubled"
+
+
+def test_a_journal_goes_on_where_a_killed_process_left_a_line_unended(world: World) -> None:
+    with world.path.open("a") as file:
+        file.write('{"kind":"event","at":2.0,"tenant":"acme","us')
+    world.journal = Journal(world.path)
+    world.store("e3", "agent")
+    world.tell("event", at=3.0, id="e3", store="a")
+    world.tell("turn", at=4.0, count=3)
+    assert str(world.audit()) == "4 acknowledged, 4 found, 0 doubled"
+    assert world.audit().clean
