@@ -132,7 +132,11 @@ TABLE: Mapping[Odd, Mapping[Layout, Outcome]] = {
         _A: KEPT,
     },
     Odd.NOT_TEXT: {_P: _ANY, _S: _ANY, _A: _ANY},
-    Odd.NO_TIME: {_P: _ANY, _S: _ANY, _A: _ANY},
+    Odd.NO_TIME: {
+        _P: _refused("DatabaseSessionService can't read it"),
+        _S: _refused("DatabaseSessionService can't read it"),
+        _A: _ANY,
+    },
     Odd.FINE_TIME: {
         _P: _changed("rounded to a microsecond; the event's own time, in its data, is exact"),
         _S: _changed("rounded to a microsecond; the event's own time, in its data, is exact"),
