@@ -5,6 +5,9 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # A throw-away PostgreSQL and Redis (or DATABASE_URL and REDIS_URL), for the command behind --.
 WITH_SERVERS := $(RUN) -m bench.servers
+# How many processes test at once, each with databases of its own.
+PROCESSES ?= 2
+PYTEST := $(RUN) -m pytest -n $(PROCESSES)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint fmt bench serve lock clean
@@ -16,10 +19,10 @@ demo: $(READY) ## a tenant moves while agents talk (ONCE=1: exit after it; STACK
 	@$(RUN) -m bench.demo $(if $(ONCE),--once) $(if $(STACK),--stack $(STACK))
 
 test: $(READY) ## everything, against real PostgreSQL, Redis, google-adk and Chromium
-	@$(WITH_SERVERS) -- $(RUN) -m pytest $(ARGS)
+	@$(WITH_SERVERS) -- $(PYTEST) $(ARGS)
 
-check: lint ## lint, then the tests that need no browser: before each commit
-	@$(WITH_SERVERS) --no-browser -- $(RUN) -m pytest -m "not browser" $(ARGS)
+check: lint ## lint, then all tests but those of the browser and of traffic: before each commit
+	@$(WITH_SERVERS) --no-browser -- $(PYTEST) -m "not browser and not traffic" $(ARGS)
 
 lint: $(READY) ## format, style, types, import contracts, settings, schema: nothing is changed
 	@$(VENV)/bin/ruff format --check .

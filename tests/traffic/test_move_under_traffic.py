@@ -27,6 +27,7 @@ from migrations_app.models import TenantMigration
 from platform_admin.processes import Supervisor, installation
 from tenants.models import Cell, Store, Tenant
 
+pytestmark = pytest.mark.traffic
 FLEETS = ("agents-1", "agents-2")
 TURNS = 1_000
 # With kills: enough to talk through every phase.
