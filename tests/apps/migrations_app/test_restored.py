@@ -1,0 +1,520 @@
+"""Our own database is restored from a backup, while the stores have gone on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import connection, transaction
+
+from durable import driver
+from migrations_app import ports, restored, services
+from migrations_app.domain.phases import Phase
+from migrations_app.models import RestoreFinding, TenantMigration
+from migrations_app.ports.base import Guard, Unreachable
+from tenants import queries as tenants_queries
+from tenants import services as tenants
+from tenants.models import AuditEntry, Cell, Store, Tenant
+from tests import make
+from tests.world import APP, World
+
+pytestmark = pytest.mark.django_db
+
+# The longest lease that the lost database may have given, and more.
+AN_HOUR = 3_600.0
+TABLE = TenantMigration._meta.db_table
+
+
+class Backup:
+    """Every row of our database as it is now. Restoring brings back these, and no store."""
+
+    def __init__(self) -> None:
+        self.savepoint = transaction.savepoint()
+        # Sequences are no rows: a restore sets them back, a rollback does not.
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_get_serial_sequence(%s, 'id')", [TABLE])
+            [self.sequence] = cursor.fetchone()
+            cursor.execute(f"SELECT last_value, is_called FROM {self.sequence}")
+            self.number = cursor.fetchone()
+
+    def restore(self) -> None:
+        transaction.savepoint_rollback(self.savepoint)
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT setval(%s, %s, %s)", [self.sequence, *self.number])
+
+
+def compare(world: World) -> restored.Comparison:
+    tenants.halt(by="ada", why="restored from last night", now=world.clock())
+    return restored.compare(by="ada", reason="restored from last night", now=world.clock())
+
+
+def guard(world: World, store: Store) -> Guard | None:
+    with ports.open_store(store.kind, store.address_from, app_name=APP) as port:
+        found: Guard | None = port.guard()
+        return found
+
+
+def settle(world: World, home: Store, cell: Cell | None = None) -> int:
+    return restored.settle(
+        RestoreFinding.objects.get(resolved_at=None),
+        home=home,
+        cell=cell,
+        by="ada",
+        reason="the guard rows say so",
+        now=world.clock(),
+    )
+
+
+def start_machines(world: World) -> None:
+    world.clock.pass_by(AN_HOUR)
+    restored.start_machines(by="ada", reason="all settled", now=world.clock())
+
+
+def writable(world: World) -> list[str]:
+    """Try a turn at both stores; return those that take it."""
+    sides = {"source": world.source, "target": world.target}
+    return [name for name, side in sides.items() if world.agents_may_write(side)]
+
+
+def turn(world: World, name: str, on: Any) -> None:
+    on.turn(APP, "u-1", "s-1", name)
+
+
+def came_along(world: World, name: str, on: Any) -> bool:
+    return any(f'"{name}"' in row for row in on.content(APP)["events"])
+
+
+# --- the story ------------------------------------------------------------------------------
+
+
+def test_a_tenant_whose_move_was_lost_comes_back_where_its_data_is(both: World) -> None:
+    cast = both.cast
+    backup = Backup()
+    lost = both.start()
+    both.run()
+    assert both.move.phase == Phase.DONE
+    turn(both, "after-the-cutover", both.target)
+    # A process that joined after the backup.
+    process = tenants.join(
+        cast.cell,
+        name="agents-1",
+        build="1",
+        boot="b",
+        longest_turn_seconds=60.0,
+        longest_tool_seconds=30.0,
+        plugins=[],
+        stores=[],
+        replaces=None,
+        now=both.clock(),
+    )
+    held = str(tenants.poll(process.key, now=both.clock()).version)
+
+    backup.restore()
+    assert both.owner() == [("cell-eu1-a", "all")]
+    assert not TenantMigration.objects.exists()
+    # Nobody has said so. The first that the process hears stops all machines.
+    with pytest.raises(tenants.InstanceGone):
+        tenants.poll(process.key, since=held, now=both.clock())
+    tenants.join(
+        cast.cell,
+        name="agents-1",
+        build="1",
+        boot="b",
+        longest_turn_seconds=60.0,
+        longest_tool_seconds=30.0,
+        plugins=[],
+        stores=[],
+        replaces=process.key,
+        applied_version=held,
+        now=both.clock(),
+    )
+    with pytest.raises(tenants.MachinesStopped, match="agents-1"):
+        services.start(
+            cast.bolt,
+            target_cell=cast.other_cell,
+            target_store=cast.other_store,
+            by="ada",
+            reason="r",
+            now=both.clock(),
+        )
+
+    epoch = tenants_queries.epoch()
+    found = compare(both)
+    assert found.epoch == tenants_queries.epoch() != epoch
+    [line] = found.lines
+    assert (line.tenant, found.tenants, found.differing) == ("acme", 3, 1)
+    assert f"closed to agents by mv-{lost.pk}, which is unknown here" in line.verdict
+    assert both.owner() == [("cell-eu1-a", "none")]
+    assert writable(both) == ["target"]
+    finding = RestoreFinding.objects.get()
+    assert (finding.homes, finding.opens) == (["store-eu1-b"], False)
+    # To be run again and again.
+    assert compare(both).lines == found.lines
+    with pytest.raises(restored.NotSettled, match="acme"):
+        restored.start_machines(by="ada", reason="x", now=both.clock() + timedelta(days=1))
+
+    with pytest.raises(restored.CellUnknown, match="Name the cell"):
+        settle(both, cast.other_store)
+    before = guard(both, cast.store), guard(both, cast.other_store)
+    version = settle(both, cast.other_store, cast.other_cell)
+    assert both.owner() == [("cell-eu1-b", "all")]
+    placement = Tenant.objects.get(slug="acme").placement
+    assert (placement.store, placement.placement_version) == (cast.other_store, version)
+    assert cast.acme.placement_changes.first().reason.endswith("the guard rows say so")
+    assert AuditEntry.objects.filter(verb="restored.settle", subject="tenant acme").exists()
+    # No store was touched, and both events of both times are there.
+    assert (guard(both, cast.store), guard(both, cast.other_store)) == before
+    assert writable(both) == ["target"]
+    assert came_along(both, "after-the-cutover", both.target)
+
+    start_machines(both)
+    turn(both, "after-the-restore", both.target)
+    back = move_to(both, cast.cell, cast.store)
+    assert back.pk > lost.pk
+    run(both, back)
+    assert both.owner() == [("cell-eu1-a", "all")]
+    assert both.source.count(APP) == 12
+    for name in ("after-the-cutover", "after-the-restore"):
+        assert came_along(both, name, both.source)
+
+
+def move_to(world: World, cell: Cell, store: Store) -> TenantMigration:
+    return services.start(
+        Tenant.objects.get(pk=world.cast.acme.pk),
+        target_cell=cell,
+        target_store=store,
+        by="ada",
+        reason="again",
+        automatic=True,
+        offboard_automatically=True,
+        soak_seconds=60.0,
+        now=world.clock(),
+    )
+
+
+def run(world: World, move: TenantMigration, *, until: Phase | None = None) -> TenantMigration:
+    for _ in range(300):
+        move.refresh_from_db()
+        if move.due_at is None or move.phase == until:
+            return move
+        world.clock.now = max(world.clock.now, move.due_at)
+        driver.advance(world.machine, move.pk, clock=world.clock)
+    raise AssertionError(f"stuck in {move.phase}: {move.waiting_for} {move.failure}")
+
+
+def test_a_new_move_never_takes_the_guard_row_of_a_lost_one_for_its_own(files: World) -> None:
+    backup = Backup()
+    lost = files.start()
+    files.run()
+    backup.restore()
+    compare(files)
+    settle(files, files.cast.other_store, files.cast.other_cell)
+    start_machines(files)
+    mine = services.start(
+        files.cast.bolt,
+        target_cell=files.cast.other_cell,
+        target_store=files.cast.other_store,
+        by="ada",
+        reason="r",
+        now=files.clock(),
+    )
+    assert mine.pk > lost.pk + restored.NUMBERS_SKIPPED
+    # What the lost move's rows guard can be moved again: the row is known, and ended.
+    assert TenantMigration.objects.get(pk=lost.pk).phase == Phase.DONE
+
+
+def test_numbers_rise_above_every_guard_row_and_once_a_halt_a_good_deal_more(
+    files: World,
+) -> None:
+    files.start()
+    files.run(until=Phase.BACKFILL)
+    with ports.open_store(
+        "adk-sql", "env:STORE_EU1_B", app_name="support.stranger", move=70_000, claim=1
+    ) as port:
+        port.adopt(None, mover=False, agents=False)
+    found = compare(files)
+    assert found.number == 71_000
+    assert found.strangers == ("support.stranger",)
+    assert compare(files).number == 71_000
+    assert make.move(files.cast.bolt, cast=files.cast, now=files.clock()).pk == 71_001
+
+
+# --- what is the same, and what differs -------------------------------------------------------
+
+
+PHASES = [Phase.BACKFILL, Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET, Phase.SOAK]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_backup_that_is_as_new_as_the_stores_stops_nobody(files: World, phase: Phase) -> None:
+    files.start()
+    files.run(until=phase)
+    before = files.owner()
+    found = compare(files)
+    assert (found.lines, found.differing) == ((), 0)
+    assert files.owner() == before
+    # No step runs meanwhile, whatever is due.
+    claim = files.move.claim
+    files.step()
+    assert (files.move.claim, files.move.phase) == (claim, phase)
+    start_machines(files)
+    files.step()
+    assert files.move.claim == claim + 1
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_move_that_went_on_after_the_backup_is_listed_and_ended_as_it_is(
+    files: World, phase: Phase
+) -> None:
+    files.start()
+    files.run(until=phase)
+    backup = Backup()
+    files.run()
+    turn(files, "after", files.target)
+    backup.restore()
+    files.move.refresh_from_db()
+    found = compare(files)
+    assert [line.tenant for line in found.lines] == ["acme"]
+    assert files.owner() in ([("cell-eu1-a", "none")], [("cell-eu1-b", "none")])
+    with pytest.raises(restored.NotAHome, match="store-eu1-b"):
+        settle(files, files.cast.store)
+    settle(files, files.cast.other_store)
+    move = files.move
+    assert (move.phase, move.due_at) == (Phase.DONE, None)
+    assert "Left as it is" in move.events.first().note
+    assert files.owner() == [("cell-eu1-b", "all")]
+    assert writable(files) == ["target"]
+    assert came_along(files, "after", files.target)
+    start_machines(files)
+
+
+def test_a_move_that_was_aborted_after_the_backup_leaves_the_tenant_at_its_source(
+    files: World,
+) -> None:
+    files.start()
+    files.run(until=Phase.VERIFY)
+    backup = Backup()
+    services.abort(files.move, by="ada", reason="no", now=files.clock())
+    files.run()
+    turn(files, "after", files.source)
+    backup.restore()
+    assert [line.tenant for line in compare(files).lines] == ["acme"]
+    assert RestoreFinding.objects.get().homes == ["store-eu1-a"]
+    settle(files, files.cast.store)
+    assert files.move.phase == Phase.ABORTED
+    assert files.owner() == [("cell-eu1-a", "all")]
+    assert writable(files) == ["source"]
+    start_machines(files)
+    again = move_to(files, files.cast.other_cell, files.cast.other_store)
+    run(files, again)
+    assert came_along(files, "after", files.target)
+
+
+@pytest.mark.parametrize("phase", [Phase.DELTA, Phase.VERIFY])
+def test_a_lost_fence_is_opened_on_its_source_and_nowhere_else(both: World, phase: Phase) -> None:
+    """Both sides are closed: the copy is what the mover writes, so the other side is whole."""
+    backup = Backup()
+    both.start()
+    both.run(until=phase)
+    backup.restore()
+    assert writable(both) == []
+    compare(both)
+    finding = RestoreFinding.objects.get()
+    assert (finding.homes, finding.opens) == (["store-eu1-a"], True)
+    with pytest.raises(restored.NotAHome):
+        settle(both, both.cast.other_store, both.cast.other_cell)
+    settle(both, both.cast.store)
+    assert writable(both) == ["source"]
+    assert both.owner() == [("cell-eu1-a", "all")]
+    start_machines(both)
+    run(both, move_to(both, both.cast.other_cell, both.cast.other_store))
+    assert writable(both) == ["target"]
+    assert both.target.count(APP) == 12
+
+
+def test_of_two_open_sides_the_other_one_closes(both: World) -> None:
+    """The source's database was restored too, to before its guard row was there."""
+    backup = Backup()
+    both.start()
+    both.run(until=Phase.SOAK)
+    both.source.run("delete from switchyard_guard where app_name = ?", APP)
+    backup.restore()
+    assert writable(both) == ["source", "target"]
+    compare(both)
+    assert RestoreFinding.objects.get().homes == ["store-eu1-a", "store-eu1-b"]
+    assert both.owner() == [("cell-eu1-a", "none")]
+    settle(both, both.cast.other_store, both.cast.other_cell)
+    assert writable(both) == ["target"]
+    assert both.owner() == [("cell-eu1-b", "all")]
+
+
+def test_the_others_close_before_the_home_opens(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever dies in between, no two are open; and settling again goes on from there."""
+    backup = Backup()
+    files.start()
+    files.run(until=Phase.SOAK)
+    files.source.run("delete from switchyard_guard where app_name = ?", APP)
+    backup.restore()
+    compare(files)
+
+    def dies() -> None:
+        raise Unreachable("the network is gone")
+
+    # The second of the two rows that settling writes.
+    files.killer.before["adopt"] = lambda: files.killer.before.update({"adopt": dies})
+    with pytest.raises(Unreachable):
+        settle(files, files.cast.other_store, files.cast.other_cell)
+    assert len(writable(files)) < 2
+    assert files.owner() == [("cell-eu1-a", "none")]
+    settle(files, files.cast.other_store, files.cast.other_cell)
+    assert writable(files) == ["target"]
+
+
+# --- stores that do not answer ----------------------------------------------------------------
+
+
+def test_a_silent_home_refuses_its_tenants_until_it_answers_again(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STORE_EU1_A")
+    found = compare(files)
+    assert list(found.silent) == ["store-eu1-a"]
+    assert {line.verdict for line in found.lines} == {"store-eu1-a does not answer"}
+    assert found.differing == 3
+    [acme, bolt, core] = RestoreFinding.objects.order_by("tenant__slug")
+    with pytest.raises(restored.NotAHome):
+        restored.settle(acme, home=files.cast.store, by="ada", reason="I know", now=files.clock())
+    restored.leave_refused(bolt, by="ada", reason="lost for good", now=files.clock())
+    monkeypatch.setenv("STORE_EU1_A", files.source.url)
+    assert compare(files).differing == 0
+    for slug in ("acme", "bolt", "core"):
+        [entry] = Tenant.objects.get(slug=slug).entries.all()
+        assert entry.accepts == "all"
+    acme.refresh_from_db()
+    assert (acme.outcome, acme.resolved_by) == ("The same by now", "ada")
+    start_machines(files)
+
+
+def test_a_store_that_lost_its_tables_does_not_pass_for_one_that_was_never_closed(
+    files: World,
+) -> None:
+    files.start()
+    files.run(until=Phase.DELTA)
+    Store.objects.filter(pk=files.cast.other_store.pk).update(survey={"schema_version": "1"})
+    for (name,) in files.target.run("select name from sqlite_master where type = 'table'"):
+        files.target.run(f'drop table "{name}"')
+    found = compare(files)
+    assert list(found.silent) == ["store-eu1-b"]
+    assert [line.tenant for line in found.lines] == ["acme"]
+
+
+def test_nothing_is_opened_while_a_store_is_silent_that_may_be_the_home(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backup = Backup()
+    files.start()
+    files.run(until=Phase.SOAK)
+    backup.restore()
+    monkeypatch.delenv("STORE_EU1_B")
+    compare(files)
+    assert RestoreFinding.objects.get().homes == []
+    with pytest.raises(restored.NotAHome, match="store-eu1-b"):
+        settle(files, files.cast.store)
+    assert writable(files) == ["target"]
+
+
+def test_a_tenant_left_refused_keeps_no_live_move(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.start()
+    files.run(until=Phase.BACKFILL)
+    monkeypatch.delenv("STORE_EU1_B")
+    compare(files)
+    restored.leave_refused(
+        RestoreFinding.objects.get(), by="ada", reason="its disk is gone", now=files.clock()
+    )
+    assert (files.move.phase, files.move.due_at) == (Phase.ABORTED, None)
+    assert files.owner() == [("cell-eu1-a", "none")]
+    start_machines(files)
+
+
+# --- in the middle of things ------------------------------------------------------------------
+
+
+def test_a_step_that_began_before_the_halt_is_waited_for(files: World) -> None:
+    files.start()
+    files.run(until=Phase.BACKFILL)
+    waited: list[float] = []
+
+    def in_the_step() -> None:
+        tenants.halt(by="ada", why="restored", now=files.clock())
+        with pytest.raises(restored.StillAtWork, match="mv-"):
+            compare(files)
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            files.clock.pass_by(31)
+
+        restored.wait_for_steps(clock=files.clock, sleep=sleep)
+
+    files.killer.before["take"] = in_the_step
+    for _ in range(5):
+        files.step()
+    assert len(waited) == 1
+    compare(files)
+
+
+def test_what_another_tenants_move_guards_here_is_put_under_a_number_of_its_own(
+    files: World,
+) -> None:
+    """Somebody moved tenants for hours before anybody said `restored`: numbers met."""
+    backup = Backup()
+    lost = files.start()
+    files.run(until=Phase.SOAK)
+    backup.restore()
+    taken = make.move(files.cast.bolt, cast=files.cast, now=files.clock())
+    assert taken.pk == lost.pk
+    found = compare(files)
+    assert "another tenant's move here" in found.lines[0].verdict
+    settle(files, files.cast.other_store, files.cast.other_cell)
+    for store in (files.cast.store, files.cast.other_store):
+        row = guard(files, store)
+        assert row is not None
+        assert row.move > lost.pk
+    assert writable(files) == ["target"]
+
+
+Act = Callable[[RestoreFinding, World], Any]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda found, world: restored.settle(
+            found, home=world.cast.other_store, by="ada", reason="r", now=world.clock()
+        ),
+        lambda found, world: restored.leave_refused(found, by="ada", reason="r", now=world.clock()),
+    ],
+    ids=["settle", "leave_refused"],
+)
+def test_nothing_is_settled_twice_or_while_machines_run(files: World, act: Act) -> None:
+    files.start()
+    files.run(until=Phase.BACKFILL)
+    backup = Backup()
+    files.run(until=Phase.SOAK)
+    backup.restore()
+    compare(files)
+    found = RestoreFinding.objects.get()
+    settle(files, files.cast.other_store)
+    found.refresh_from_db()
+    with pytest.raises(restored.AlreadySettled):
+        act(found, files)
+    start_machines(files)
+    with pytest.raises(tenants.MachinesRun):
+        act(found, files)
+    with pytest.raises(tenants.MachinesRun):
+        restored.compare(by="ada", reason="r", now=files.clock())
