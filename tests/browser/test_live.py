@@ -158,7 +158,7 @@ def test_a_repair_is_asked_for_in_its_row(here: make.Cast, at: datetime, windows
     page.click(f"#recopy-{second.pk}")
     row = page.locator(f'[data-row="mismatch-{second.pk}"]')
     expect(row).to_contain_text("Asked for")
-    expect(page.locator(f"#recopy-{first.pk}")).to_be_visible()
+    expect(page.locator(f"#reconcile-{first.pk}")).to_be_visible()
     second.refresh_from_db()
     assert second.repair_requested_by == "operator-0"
 
@@ -171,7 +171,7 @@ def test_focus_and_scroll_stay_while_panels_are_drawn_anew(
         move.events.create(at=at, who="mover", was=move.phase, now=move.phase, note=f"Line {index}")
     first, *_ = scene.mismatches(move, now=at)
     page = windows().open(address(move))
-    page.focus(f"#recopy-{first.pk}")
+    page.focus(f"#reconcile-{first.pk}")
     page.evaluate("document.getElementById('move-log-list').scrollTop = 300")
     page.evaluate("document.getElementById('checks-details').open = true")
     first.first_difference = "another difference"
@@ -181,7 +181,7 @@ def test_focus_and_scroll_stay_while_panels_are_drawn_anew(
     expect(page.locator("#mismatches")).to_contain_text("another difference", timeout=3_000)
     expect(page.locator("#move-log-list")).to_contain_text("The newest", timeout=3_000)
     expect(page.locator("#move-checks")).to_contain_text("12 of 12 green", timeout=3_000)
-    expect(page.locator(f"#recopy-{first.pk}")).to_be_focused()
+    expect(page.locator(f"#reconcile-{first.pk}")).to_be_focused()
     assert page.evaluate("document.getElementById('move-log-list').scrollTop") == 300
     assert page.evaluate("document.getElementById('checks-details').open") is True
 

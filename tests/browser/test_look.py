@@ -74,12 +74,20 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
         (Phase.DRAIN, {}),
         (Phase.SOAK, {}),
         (Phase.ABORTED, {}),
+        (Phase.REVERSE_VERIFY, {}),
+        (Phase.ROLLED_BACK, {}),
     ]
     moves = [blocked]
     for index, (phase, columns) in enumerate(states):
         slug = f"tenant-with-a-long-name-{index}"
         tenant = make.tenant(slug, cell=here.cell, store=here.store, now=at)
         moves.append(scene.move(here, phase, now=at, tenant=tenant, **columns))
+    late = scene.move(here, Phase.SOAK, now=at, tenant=here.core)
+    scene.late_writes(late, now=at)
+    more = scene.many_mismatches(blocked, 30, now=at)
+    more[0].transient, more[1].accepted_at, more[1].accepted_reason = True, at, "z" * 200
+    for row in more[:2]:
+        row.save()
     return [
         "/",
         "/moves/",
@@ -90,6 +98,10 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
         "/moves/new/?tenant=bolt",
         *(f"/moves/mv-{move.pk}/" for move in moves),
         f"/moves/mv-{blocked.pk}/abort/",
+        f"/moves/mv-{blocked.pk}/?state=all",
+        f"/moves/mv-{late.pk}/",
+        f"/moves/mv-{late.pk}/rollback/",
+        f"/moves/mv-{late.pk}/pace/",
         f"/moves/mv-{blocked.pk}/mismatches/{rows[1].pk}/",
         "/nothing/",
     ]
