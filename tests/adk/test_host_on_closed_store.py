@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.adk.errors.already_exists_error import AlreadyExistsError
+from google.adk.sessions.sqlite_session_service import SqliteSessionService
 
 from agent_runtime import Draining, Host, PolicyClient
 from agent_runtime.adk import sql_store
 from bench import scripted
 from migrations_app.ports import open_store
+from migrations_app.ports.base import SessionStore
 from tests.runtime.wire import ControlPlane, DrivenClock, entry, make_client
 
 HI = scripted.message("hi")
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["sqlite", "postgresql", "adk-sqlite"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def url(
+    layout: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
     """The address of one scratch store, which the control plane finds in STORE."""
-    sqlite = request.param == "sqlite"
-    address = f"sqlite:///{tmp_path}/s.sqlite3" if sqlite else request.getfixturevalue("store_url")
+    file = f"sqlite:///{tmp_path}/s.sqlite3"
+    address = request.getfixturevalue("store_url") if layout == "postgresql" else file
     monkeypatch.setenv("STORE", address)
+    monkeypatch.setenv("STORE_KIND", "adk-sqlite" if layout == "adk-sqlite" else "adk-sql")
     return str(address)
+
+
+def opened() -> AbstractContextManager[SessionStore]:
+    """Open the store as move 1 does."""
+    kind = os.environ["STORE_KIND"]
+    return open_store(kind, "env:STORE", app_name="support.acme", move=1, claim=1)
 
 
 @pytest.fixture
@@ -43,18 +60,22 @@ def client(plane: ControlPlane) -> PolicyClient:
 
 
 @pytest.fixture
-async def host(url: str, client: PolicyClient) -> AsyncIterator[Host]:
+async def host(url: str, layout: str, client: PolicyClient) -> AsyncIterator[Host]:
     """One whose tenants acme and bolt each have a session s1 of user u1; acme's has a turn."""
     host = Host(
         client,
-        {"pg-eu": sql_store(url)},
+        {
+            "pg-eu": (lambda: SqliteSessionService(url))
+            if layout == "adk-sqlite"
+            else sql_store(url)
+        },
         lambda entry, service: scripted.build_runner(entry.app_name, service),
     )
     for tenant in ("acme", "bolt"):
         await host.create_session(tenant, "u1", session_id="s1")
-    with open_store("adk-sql", "env:STORE", app_name="support.acme", move=1, claim=1) as store:
-        store.provision()
-        store.adopt(None, mover=False, agents=True)
+    with opened() as port:
+        port.provision()
+        port.adopt(None, mover=False, agents=True)
     await turn(host)
     yield host
     await host.close()
@@ -65,12 +86,12 @@ async def turn(host: Host, tenant: str = "acme") -> list[Any]:
 
 
 def let_agents_write(write: bool) -> None:
-    with open_store("adk-sql", "env:STORE", app_name="support.acme", move=1, claim=1) as store:
+    with opened() as store:
         store.take(mover=False, agents=write)
 
 
 def events() -> int:
-    with open_store("adk-sql", "env:STORE", app_name="support.acme") as store:
+    with opened() as store:
         return store.survey().events
 
 
