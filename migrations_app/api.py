@@ -20,18 +20,20 @@ from ninja import Router, Schema, Status
 from pydantic import Field
 
 from durable.clock import database_now
-from migrations_app import queries, services
+from migrations_app import queries, restored, services
 from migrations_app.domain.mismatch import WORDS, Looks
 from migrations_app.domain.phases import ENDED, REVERSED
 from migrations_app.dry_run import dry_run, paced
-from migrations_app.models import Mismatch, TenantMigration
+from migrations_app.models import Mismatch, RestoreFinding, TenantMigration
 from migrations_app.panels.diff import versions as versions_of
 from migrations_app.panels.mismatches import MismatchFilter, state_of
+from tenants import queries as tenants_queries
 from tenants.api import Error, Moment, NotFound, PageOut, Reason, Slug, find, page, require
 from tenants.domain.roles import Role
 from tenants.models import Cell, Store, Tenant
 
 router = Router(tags=["moves"])
+restored_router = Router(tags=["restored"])
 
 REFUSALS = {403: Error, 404: Error, 409: Error, 422: Error}
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
@@ -555,3 +557,111 @@ def _fence(entry: dict[str, Any], index: int) -> dict[str, Any]:
 def _mismatch(row: Mismatch) -> dict[str, Any]:
     same = {name: getattr(row, name) for name in MismatchOut.model_fields if hasattr(row, name)}
     return same | {"state": state_of(row), "looks": WORDS[Looks(row.looks_like)]}
+
+
+# --- after our own database was restored ------------------------------------------------------
+
+
+class FindingOut(Schema):
+    """A tenant that is refused until somebody has said where it lives."""
+
+    tenant: str
+    found_at: datetime
+    # What the database says, what the stores answered, where they differ: for people.
+    says: str
+    told: str
+    differs: str
+    # Keys of the stores that may be named; empty: none before another store answers.
+    homes: list[str]
+    # True: the one home is closed to agents, and naming it opens it.
+    opens: bool
+
+
+class RestoredOut(Schema):
+    # True: all machines are stopped.
+    stopped: bool
+    since: datetime | None
+    by: str
+    why: str
+    # When every tenant was compared last. Null: not since the machines were stopped.
+    compared_at: datetime | None
+    # Machines don't start before: leases of the lost database.
+    leases_until: datetime | None
+    findings: list[FindingOut]
+
+
+class SettleIn(Schema):
+    store: Slug
+    # Who serves the tenant there. Null: as the database knows.
+    cell: Slug | None = None
+    reason: Reason
+
+
+class PlacedOut(Schema):
+    placement_version: int
+
+
+class WordIn(Schema):
+    reason: Reason
+
+
+@restored_router.get("", response={200: RestoredOut, 403: Error})
+def restored_state(request: HttpRequest) -> dict[str, Any]:
+    """Say whether machines are stopped, and which tenants nobody has settled."""
+    require(request, Role.VIEWER)
+    return _restored()
+
+
+@restored_router.post("/start", response={200: RestoredOut, **REFUSALS})
+def start_machines(request: HttpRequest, body: WordIn) -> dict[str, Any]:
+    """Start the machines again (admin)."""
+    by = require(request, Role.ADMIN).name
+    restored.start_machines(by=by, reason=body.reason, now=database_now())
+    return _restored()
+
+
+@restored_router.post("/{slug:slug}/settle", response={200: PlacedOut, **REFUSALS})
+def settle(request: HttpRequest, slug: str, body: SettleIn) -> dict[str, Any]:
+    """Say that the tenant lives on a store (admin)."""
+    by = require(request, Role.ADMIN).name
+    version = restored.settle(
+        _finding(slug),
+        home=find(Store, "store", key=body.store),
+        cell=find(Cell, "cell", slug=body.cell) if body.cell else None,
+        by=by,
+        reason=body.reason,
+        now=database_now(),
+    )
+    return {"placement_version": version}
+
+
+@restored_router.post("/{slug:slug}/leave-refused", response={200: RestoredOut, **REFUSALS})
+def leave_refused(request: HttpRequest, slug: str, body: WordIn) -> dict[str, Any]:
+    """Let machines start although nobody can say where the tenant lives (admin)."""
+    by = require(request, Role.ADMIN).name
+    restored.leave_refused(_finding(slug), by=by, reason=body.reason, now=database_now())
+    return _restored()
+
+
+def _finding(slug: str) -> RestoreFinding:
+    row = restored.open_findings().filter(tenant__slug=slug).first()
+    if row is None:
+        raise NotFound(f"No finding of a tenant {slug} is open. Look for it in the list.")
+    return row
+
+
+def _restored() -> dict[str, Any]:
+    halt = tenants_queries.halt()
+    names = [name for name in FindingOut.model_fields if name != "tenant"]
+    return {
+        "stopped": halt is not None,
+        "since": halt.since if halt else None,
+        "by": halt.by if halt else "",
+        "why": halt.why if halt else "",
+        "compared_at": halt.compared_at if halt else None,
+        "leases_until": halt.leases_until if halt else None,
+        "findings": [
+            {"tenant": row.tenant.slug} | {name: getattr(row, name) for name in names}
+            for row in restored.open_findings()
+        ],
+    }

@@ -43,5 +43,9 @@ urlpatterns = [
     path(f"{MOVE}/recopy/", views.recopy, name="recopy"),
     path(f"{MOVE}/reconcile/", views.reconcile_users, name="reconcile_users"),
     path(f"{MOVE}/accept/", views.accept, name="accept"),
+    path("restored/", views.restored_page, name="restored"),
+    path("restored/start/", views.start_machines, name="start_machines"),
+    path("restored/<slug:slug>/settle/", views.settle, name="settle"),
+    path("restored/<slug:slug>/leave/", views.leave_refused, name="leave_refused"),
     path("tenants/<slug:slug>/moves/", views.tenant_moves, name="tenant_moves"),
 ]

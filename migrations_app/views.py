@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django import forms
+from django.db.models import QuerySet
 from django.http import (
     Http404,
     HttpRequest,
@@ -24,11 +25,11 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 
 from durable.clock import database_now
 from durable.errors import Refused
-from migrations_app import figures, queries, services
+from migrations_app import figures, queries, restored, services
 from migrations_app.domain.phases import Phase
 from migrations_app.domain.verbs import words
 from migrations_app.dry_run import dry_run, paced
-from migrations_app.models import Mismatch, TenantMigration
+from migrations_app.models import Mismatch, RestoreFinding, TenantMigration
 from migrations_app.panels import dialogs, lists, rows
 from migrations_app.panels import diff as diff_panel
 from migrations_app.panels import fence as fence_panel
@@ -40,6 +41,7 @@ from migrations_app.panels.mismatches import MismatchFilter
 from migrations_app.panels.seen import Seen
 from migrations_app.panels.seen import seen as read_move
 from tenants import panels as tenants_panels
+from tenants import queries as tenants_queries
 from tenants.domain.roles import Role
 from tenants.domain.words import counted
 from tenants.models import Cell, Store, Tenant
@@ -733,3 +735,85 @@ def _given(form: NewMove) -> dict[str, Any]:
         name: f"{value:g}" if isinstance(value, int | float) else value or ""
         for name, value in values.items()
     }
+
+
+# --- after our own database was restored ---------------------------------------------------------
+
+
+@require_safe
+@access(Role.VIEWER)
+def restored_page(request: HttpRequest) -> HttpResponse:
+    """Why all machines are stopped, and the tenants that nobody has settled."""
+    return _restored_page(request)
+
+
+@require_POST
+@access(Role.ADMIN)
+def settle(request: HttpRequest, slug: str) -> HttpResponse:
+    """Say where a tenant lives."""
+
+    def say(by: str, reason: str, now: datetime) -> None:
+        cell = request.POST.get("cell", "")
+        restored.settle(
+            _finding(slug),
+            home=_named(Store.objects.filter(key=request.POST.get("store", ""))),
+            cell=_named(Cell.objects.filter(slug=cell)) if cell else None,
+            by=by,
+            reason=reason,
+            now=now,
+        )
+
+    return _restored_act(request, say)
+
+
+@require_POST
+@access(Role.ADMIN)
+def leave_refused(request: HttpRequest, slug: str) -> HttpResponse:
+    """Go on without a tenant of which nobody can say where it lives."""
+    return _restored_act(
+        request,
+        lambda by, reason, now: restored.leave_refused(
+            _finding(slug), by=by, reason=reason, now=now
+        ),
+    )
+
+
+@require_POST
+@access(Role.ADMIN)
+def start_machines(request: HttpRequest) -> HttpResponse:
+    """Start the machines again."""
+    return _restored_act(
+        request, lambda by, reason, now: restored.start_machines(by=by, reason=reason, now=now)
+    )
+
+
+def _restored_act(request: HttpRequest, act: Callable[[str, str, datetime], None]) -> HttpResponse:
+    reason = request.POST.get("reason", "").replace("\0", "")[: services.REASON_CHARACTERS]
+    try:
+        act(request.user.get_username(), reason, database_now())
+    except Refused as refusal:
+        return _restored_page(request, refused=str(refusal), status=409)
+    return redirect("restored")
+
+
+def _restored_page(request: HttpRequest, *, refused: str = "", status: int = 200) -> HttpResponse:
+    context = {
+        "now": database_now(),
+        "halt": tenants_queries.halt(),
+        "findings": restored.open_findings(),
+        "cells": tenants_panels.choices().cells,
+        "may_settle": request.role is Role.ADMIN,
+        "refused": refused,
+    }
+    return render(request, "migrations_app/restored.html", context, status=status)
+
+
+def _finding(slug: str) -> RestoreFinding:
+    return _named(restored.open_findings().filter(tenant__slug=slug))
+
+
+def _named(rows: QuerySet[Any]) -> Any:
+    found = rows.first()
+    if found is None:
+        raise Http404("There is no such row any more.")
+    return found

@@ -24,6 +24,7 @@ from ninja.security import APIKeyCookie, HttpBearer
 
 from durable.clock import database_now
 from durable.errors import Refused
+from migrations_app.api import restored_router
 from migrations_app.api import router as moves_router
 from tenants import queries, services
 from tenants.api import Forbidden, ops_router, placement_router, require, runtime_router
@@ -191,6 +192,7 @@ api.add_router("/runtime", runtime_router, auth=RuntimeToken())
 api.add_router("/placement", placement_router, auth=GatewayToken())
 operators = [OperatorToken(), SignedIn()]
 api.add_router("/ops/moves", moves_router, auth=operators)
+api.add_router("/ops/restored", restored_router, auth=operators)
 api.add_router("/ops", ops_router, auth=operators)
 
 

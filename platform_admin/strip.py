@@ -7,7 +7,9 @@ from datetime import datetime
 
 from migrations_app.panels import overview as moves
 from tenants import panels as tenants
+from tenants import queries
 from tenants.domain.words import counted
+from tenants.models import Halt
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,13 @@ class Signal:
 class Strip:
     now: datetime
     signals: tuple[Signal, ...]
+    # None: machines run.
+    halt: Halt | None
 
     @property
     def version(self) -> str:
-        return "-".join(str(signal.count) for signal in self.signals)
+        counts = "-".join(str(signal.count) for signal in self.signals)
+        return counts if self.halt is None else f"{counts}-{self.halt.since.timestamp():.0f}"
 
 
 def signals(*, now: datetime) -> Strip:
@@ -45,4 +50,4 @@ def signals(*, now: datetime) -> Strip:
         ("moving", counts.moving, f"{counts.moving} moving", "overview", "moves"),
         ("soak", counts.soaking, f"{counts.soaking} soaking", "overview", "next"),
     )
-    return Strip(now, tuple(Signal(*slot) for slot in slots))
+    return Strip(now, tuple(Signal(*slot) for slot in slots), queries.halt())

@@ -11,7 +11,7 @@ from django.core.paginator import Page, Paginator
 from django.db.models import Count, Q, QuerySet
 
 from tenants import queries
-from tenants.domain.fence import Accepts, GoneWhy, has_lapsed
+from tenants.domain.fence import Accepts, GoneWhy, ask_ends, has_lapsed
 from tenants.domain.names import Tier
 from tenants.domain.words import Status, counted
 from tenants.models import (
@@ -48,7 +48,7 @@ class Attention:
     title: str
     text: str
     since: datetime
-    # What its buttons act on: "move" or "cell", and its key in a URL.
+    # What its buttons act on: "move", "cell", "instance" or "halt", and its key in a URL.
     kind: str
     key: str
     label: str
@@ -60,7 +60,7 @@ class Attention:
     review: int = 0
 
 
-LOST_RANK, SILENT_RANK = 1, 3
+HALT_RANK, LOST_RANK, SILENT_RANK = 0, 1, 3
 # Instances that one line names.
 NAMED = 4
 
@@ -250,11 +250,11 @@ def lost_instances(*, now: datetime) -> int:
 
 
 def attention(*, now: datetime) -> list[Attention]:
-    """Return lost and silent instances; the caller sorts them with the rest.
+    """Return a halt, lost and silent instances, and asks to declare one dead; the caller sorts.
 
     A few that were lost have a line each, many of one cell one line together.
     """
-    items = []
+    items = [*_halted(), *_said_to_be_dead(now)]
     for line in cell_lines(now=now):
         runs = f"{line.cell} runs on {line.alive} of {line.instances}."
         if len(line.lost) > NAMED:
@@ -273,6 +273,42 @@ def attention(*, now: datetime) -> list[Attention]:
             )
             items.append(_about(line, "silent", title, text, line.silent))
     return items
+
+
+def _halted() -> list[Attention]:
+    halt = queries.halt()
+    if halt is None:
+        return []
+    return [
+        Attention(
+            rank=HALT_RANK,
+            status=Status("blocked", "Stopped"),
+            title="All machines are stopped",
+            text=halt.why,
+            since=halt.since,
+            kind="halt",
+            key="halt",
+            label="halt",
+        )
+    ]
+
+
+def _said_to_be_dead(now: datetime) -> list[Attention]:
+    rows = RuntimeInstance.objects.filter(gone_at=None, dead_asked_at__isnull=False)
+    return [
+        Attention(
+            rank=LOST_RANK,
+            status=Status("waiting", "Second person"),
+            title=f"{row.dead_asked_by} says that instance {row.name} of {row.cell} is dead",
+            text=f"{row.dead_asked_why} A second person confirms it, by {until:%H:%M:%S} UTC.",
+            since=row.dead_asked_at,
+            kind="instance",
+            key=str(row.pk),
+            label=row.name,
+        )
+        for row in rows.select_related("cell").order_by("name", "pk")
+        if row.dead_asked_at is not None and (until := ask_ends(row.dead_asked_at, now))
+    ]
 
 
 def _about(

@@ -7,6 +7,7 @@ from django.urls import path
 from tenants import views
 
 urlpatterns = [
+    path("instances/<int:pk>/dead/", views.dead, name="dead"),
     path("cells/", views.cells, name="cells"),
     path("options/tenants/", views.tenant_options, name="tenant_options"),
     path("tenants/<slug:slug>/placement/", views.tenant_placement, name="tenant_placement"),

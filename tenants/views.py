@@ -9,14 +9,17 @@ from typing import Any, TypeVar
 
 from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBase
-from django.shortcuts import render
+from django.shortcuts import get_object_or_404, redirect, render
 from django.utils.cache import patch_vary_headers
-from django.views.decorators.http import require_safe
+from django.views.decorators.http import require_http_methods, require_safe
 
 from durable.clock import database_now
-from tenants import panels, queries
+from durable.errors import Refused
+from tenants import panels, queries, services
+from tenants.domain.fence import ask_ends
 from tenants.domain.roles import Role, allows
 from tenants.domain.words import clock
+from tenants.models import RuntimeInstance
 
 View = TypeVar("View", bound=Callable[..., HttpResponseBase])
 
@@ -82,6 +85,39 @@ def cells(request: HttpRequest) -> HttpResponse:
     """Every cell with its instances."""
     now = database_now()
     return render(request, "tenants/_cells.html", cells_context(now))
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@access(Role.OPERATOR)
+def dead(request: HttpRequest, pk: int) -> HttpResponse:
+    """One instance: one person says that it is dead, another confirms."""
+    row = get_object_or_404(RuntimeInstance.objects.select_related("cell"), pk=pk)
+    refused = ""
+    if request.method == "POST":
+        person = request.user.get_username()
+        who = {"person": person, "by": person, "now": database_now()}
+        reason = request.POST.get("reason", "").replace("\0", "")[:2_000]
+        try:
+            match request.POST.get("act"):
+                case "confirm":
+                    services.confirm_dead(row, **who)
+                case "withdraw":
+                    services.withdraw_dead(row, **who)
+                case _:
+                    services.ask_dead(row, reason=reason, **who)
+            return redirect("dead", pk=pk)
+        except Refused as refusal:
+            refused = str(refusal)
+            row.refresh_from_db()
+    now = database_now()
+    context = {
+        "now": now,
+        "row": row,
+        "until": ask_ends(row.dead_asked_at, now),
+        "mine": row.dead_asked_by == request.user.get_username(),
+        "refused": refused,
+    }
+    return render(request, "tenants/dead.html", context, status=409 if refused else 200)
 
 
 def cells_context(now: datetime) -> dict[str, Any]:

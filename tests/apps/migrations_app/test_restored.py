@@ -312,6 +312,22 @@ def test_a_move_that_was_aborted_after_the_backup_leaves_the_tenant_at_its_sourc
     assert came_along(files, "after", files.target)
 
 
+def test_a_lost_move_that_left_its_tenant_where_it_was_blocks_no_later_one(files: World) -> None:
+    """Its guard rows name it, and nobody may take a row that names a move he has never heard of."""
+    backup = Backup()
+    lost = files.start()
+    files.run(until=Phase.BACKFILL)
+    files.step()
+    backup.restore()
+    [line] = compare(files).lines
+    assert line.verdict == f"the same; mv-{lost.pk} was lost and is kept as ended"
+    assert files.owner() == [("cell-eu1-a", "all")]
+    assert not RestoreFinding.objects.exists()
+    start_machines(files)
+    run(files, move_to(files, files.cast.other_cell, files.cast.other_store))
+    assert files.target.count(APP) == 12
+
+
 @pytest.mark.parametrize("phase", [Phase.DELTA, Phase.VERIFY])
 def test_a_lost_fence_is_opened_on_its_source_and_nowhere_else(both: World, phase: Phase) -> None:
     """Both sides are closed: the copy is what the mover writes, so the other side is whole."""
@@ -385,7 +401,7 @@ def test_a_silent_home_refuses_its_tenants_until_it_answers_again(
     assert list(found.silent) == ["store-eu1-a"]
     assert {line.verdict for line in found.lines} == {"store-eu1-a does not answer"}
     assert found.differing == 3
-    [acme, bolt, core] = RestoreFinding.objects.order_by("tenant__slug")
+    [acme, bolt, _] = RestoreFinding.objects.order_by("tenant__slug")
     with pytest.raises(restored.NotAHome):
         restored.settle(acme, home=files.cast.store, by="ada", reason="I know", now=files.clock())
     restored.leave_refused(bolt, by="ada", reason="lost for good", now=files.clock())
