@@ -80,8 +80,10 @@ def measure(server: str, sessions: int) -> Iterator[Bar]:
 class Tenant:
     """One tenant of the bench and its move."""
 
-    def __init__(self, slug: str, source: str, target: str, *, sessions: int) -> None:
-        self.slug, self.sessions = slug, sessions
+    def __init__(
+        self, slug: str, source: str, target: str, *, sessions: int, events: int = rows.EVENTS
+    ) -> None:
+        self.slug, self.sessions, self.events = slug, sessions, events
         self.app_name = f"bench.{slug}"
         self.urls = {f"{slug}-source": source, f"{slug}-target": target}
         self.source = source
@@ -97,13 +99,8 @@ class Tenant:
         from migrations_app.domain.phases import Phase
         from migrations_app.models import TenantMigration
 
-        rows.fill(
-            self.source,
-            app_name=self.app_name,
-            sessions=self.sessions,
-            users=max(1, self.sessions * rows.USERS // rows.SESSIONS),
-        )
-        tenant, cells, stores = self._onboard()
+        self.fill()
+        tenant, cells, stores = self.onboard()
         with Runtimes(cells, stores) as runtimes:
             move = services.start(
                 tenant,
@@ -129,7 +126,7 @@ class Tenant:
                 elif phase in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY, Phase.TARGET):
                     self.phases[phase.upper()] = self.phases.get(phase.upper(), 0.0) + spent
                 if move.stage == "ready" and stage != "ready" and touched and not self.touched:
-                    self._touch(touched)
+                    self.touch(touched)
                     runtimes.served(self.slug, self.touched)
                     self._until_reported(move)
                 if phase == Phase.BACKFILL and move.phase == Phase.DRAIN:
@@ -139,7 +136,18 @@ class Tenant:
             accepted = runtimes.opened_at() - move.fence_closed_at.timestamp()
         return move, accepted
 
-    def _onboard(self) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
+    def fill(self) -> None:
+        """Give it its sessions."""
+        rows.fill(
+            self.source,
+            app_name=self.app_name,
+            sessions=self.sessions,
+            users=max(1, self.sessions * rows.USERS // rows.SESSIONS),
+            events=self.events,
+        )
+
+    def onboard(self) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
+        """Register it, with a cell and a store for each side."""
         from durable.clock import database_now
         from tenants import services
 
@@ -179,7 +187,7 @@ class Tenant:
         )
         return tenant, cells, stores
 
-    def _touch(self, count: int) -> None:
+    def touch(self, count: int) -> None:
         """Add one event to `count` sessions, spread over the tenant, as turns would."""
         with psycopg.connect(self.source) as connection:
             self.touched = connection.execute(

@@ -135,6 +135,7 @@ class Scene:
         tokens: Tokens,
         think_seconds: float,
         turns: int | None = None,
+        longest_turn_seconds: float = 30.0,
     ) -> list[Process]:
         """Return agent processes, each an instance of every cell with clients of every tenant.
 
@@ -162,6 +163,7 @@ class Scene:
                 talks=talks,
                 think_seconds=think_seconds,
                 turns=turns,
+                longest_turn_seconds=longest_turn_seconds,
                 seed=number,
             )
             path = self.home / f"{name}.json"

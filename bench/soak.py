@@ -1,0 +1,385 @@
+"""Thousands of counted turns over a move, a rollback and a second move, with kills at random.
+
+A whole installation on PostgreSQL and Redis, and agent processes whose clients journal every
+event that they were told of. Web, both workers, beat and the agents are killed (-9) every few
+seconds, by dice whose seed is printed. In the end every acknowledged event is looked for where
+its tenant lives now; and while a store is closed nothing may change in it, by its rows' own
+versions. Starts servers of its own unless DATABASE_URL and REDIS_URL name some.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from bench import Bar, parser, report, rows, servers
+from platform_admin.processes import Supervisor, installation
+
+if TYPE_CHECKING:
+    from bench.audit_events import Verdict
+    from migrations_app.domain.phases import Phase
+    from migrations_app.models import TenantMigration
+
+TURNS = 10_000
+TENANT, SOURCE, TARGET = "acme", "store-eu1-a", "store-eu1-b"
+FLEETS = ("agents-1", "agents-2")
+# Of all turns, what is talked before each leg begins; the rest is talked after the last.
+MOVE_AT, BACK_AT, AGAIN_AT = 0.10, 0.40, 0.65
+# Who is killed after how many seconds, at least and at most. An agent's death holds every fence
+# for its lease and its longest turn, so agents die less often.
+KILLS = {("web", "prompt", "bulk", "beat"): (3.0, 9.0), FLEETS: (50.0, 80.0)}
+# Before the same process is killed again.
+REST_SECONDS = 12.0
+PACE_PER_SECOND = 30.0
+# A killed worker costs its claim's lease; a killed agent its instance's, and its longest turn.
+LEASE_SECONDS, RUNTIME_LEASE_SECONDS, LONGEST_TURN_SECONDS = 15.0, 20.0, 6.0
+# A leg may be aborted by its own budget when the wrong ones die; then it begins again.
+ATTEMPTS = 5
+# A leg, or the turns before one, that takes longer than this stands still.
+LEG_SECONDS, TURNS_PER_SECOND_AT_LEAST = 400.0, 1.0
+SOAK_SECONDS = 5.0
+TABLES = ("sessions", "events", "user_states", "app_states")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser(__doc__ or "")
+    options.add_argument("--turns", type=int, default=TURNS)
+    options.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
+    options.add_argument("--logs", type=Path, help="a folder to keep: logs, journals")
+    chosen = options.parse_args(argv)
+    with servers.environment(browser=False) as found, TemporaryDirectory() as scrap:
+        home = chosen.logs or Path(scrap)
+        home.mkdir(parents=True, exist_ok=True)
+        with rows.databases(found["DATABASE_URL"], 3) as (own, *stores):
+            os.environ.update(
+                {
+                    **found,
+                    "DATABASE_URL": own,
+                    "DJANGO_SETTINGS_MODULE": "platform_admin.settings",
+                    "SWITCHYARD_HOME": str(home),
+                    "DURABLE_LEASE_SECONDS": str(LEASE_SECONDS),
+                    "RUNTIME_LEASE_SECONDS": str(RUNTIME_LEASE_SECONDS),
+                    "LOG_LEVEL": "WARNING",
+                    # google-adk announces its experimental parts.
+                    "PYTHONWARNINGS": "ignore",
+                }
+            )
+            import django
+            from django.core.management import call_command
+            from django.db import connections
+
+            django.setup()
+            call_command("migrate", verbosity=0)
+            try:
+                return report(measure(home, stores, chosen.turns, chosen.seed), as_json=chosen.json)
+            finally:
+                connections.close_all()
+
+
+def measure(home: Path, stores: Sequence[str], turns: int, seed: int) -> Iterator[Bar]:
+    """Yield what came out, and the seed at once: it is what a failure is repeated with."""
+    from bench.audit_events import audit
+
+    yield Bar("seed of the dice", seed, "")
+    soak = Soak(home, stores, seed)
+    began = time.monotonic()
+    with soak:
+        moves = soak.run(turns)
+        took = time.monotonic() - began
+        soak.supervisor.stop(*FLEETS)
+        lived = {TENANT: soak.watch.lived()}
+        verdict = audit(soak.scene.journals, soak.scene.homes(), lived=lived)
+        left = soak.watch.left_on_the_source()
+    for example in (*verdict.examples, *soak.watch.changes):
+        print(example, file=sys.stderr)
+    yield from _bars(verdict, soak, turns, took, left)
+    for index, move in enumerate(moves):
+        for number, fence in enumerate(_fences(move)):
+            word = "fence back" if number else "fence"
+            yield Bar(f"{word} of move {index + 1}, closed", fence, "s")
+
+
+def _bars(verdict: Verdict, soak: Soak, turns: int, took: float, left: int) -> Iterator[Bar]:
+    talked = verdict.turns - soak.filled
+    yield Bar("turns, beside those that filled the stores", talked, "turns", turns, "at least")
+    yield Bar("took", took, "s")
+    yield Bar("events acknowledged", verdict.acknowledged, "events")
+    yield Bar("of these missing where their tenant lives", verdict.missing, "events", 0)
+    yield Bar("doubled", verdict.doubled, "events", 0)
+    yield Bar("sessions out of order", verdict.disordered, "sessions", 0)
+    yield Bar("sessions that a store took back", verdict.returned, "sessions", 0)
+    closings = [times for times in soak.watch.looks.values() if times > 1]
+    yield Bar("closings of a store that were watched", len(closings), "closings", 3, "at least")
+    yield Bar("looks at a closed store", sum(closings), "looks")
+    yield Bar("of these, something had changed", len(soak.watch.changes), "looks", 0)
+    yield Bar("rows left on the source", left, "rows", 0)
+    yield Bar("turns refused for a while", sum(verdict.refused.values()), "times")
+    yield Bar("turns that failed", verdict.failed, "turns", 0)
+    for name, times in sorted(soak.killed.items()):
+        yield Bar(f"{name} killed", times, "times")
+    yield Bar("legs begun again", soak.again, "times")
+
+
+@dataclass
+class Watch:
+    """Looks at the closed side of the tenant's moves: nothing may change there.
+
+    A table's fingerprint is its number of rows and the sum of their versions (xmin), so any
+    insert, update or delete that was committed shows, whoever did it, triggers or not.
+    """
+
+    # Store key -> URL for psycopg.
+    stores: dict[str, str]
+    # How often each closing of a store was looked at.
+    looks: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    changes: list[str] = field(default_factory=list)
+    _window: tuple[Any, ...] | None = None
+    _seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def look(self, move: TenantMigration) -> None:
+        """Look once, if a side is closed and not even the mover may write it."""
+        window = self._of(move)
+        if window is None:
+            self._window = None
+            return
+        seen = self._fingerprint(window[1])
+        move.refresh_from_db()
+        # What was looked at counts if the side was closed before and after.
+        if self._of(move) != window:
+            self._window = None
+            return
+        self.looks[window] += 1
+        if window == self._window and seen != self._seen:
+            words = f"{self._seen} became {seen}"
+            self.changes.append(f"{move} {move.phase}: closed {window[1]} changed: {words}")
+        self._window, self._seen = window, seen
+
+    def lived(self) -> list[str]:
+        """Return the stores in which the tenant has lived, in order."""
+        from tenants.models import PlacementChange
+
+        changes = PlacementChange.objects.filter(tenant__slug=TENANT).order_by("id")
+        keys = list(changes.values_list("store__key", flat=True))
+        return [key for n, key in enumerate(keys) if n == 0 or keys[n - 1] != key]
+
+    def left_on_the_source(self) -> int:
+        """Return how many rows of the tenant the store has that its last move left."""
+        return sum(count for count, _ in self._fingerprint(SOURCE))
+
+    def _of(self, move: TenantMigration) -> tuple[Any, ...] | None:
+        """Return which closing of which store this phase is within."""
+        from migrations_app.domain.phases import Phase
+
+        back = move.events.filter(now=Phase.REVERSE_DELTA).exclude(was=Phase.REVERSE_DELTA).count()
+        if move.phase in (
+            *(Phase.DELTA, Phase.VERIFY, Phase.TARGET, Phase.SOAK, Phase.REVERSE_DRAIN),
+        ):
+            return move.pk, SOURCE, back
+        if move.phase in (
+            *(Phase.REVERSE_DELTA, Phase.REVERSE_VERIFY, Phase.REVERSE_TARGET, Phase.ROLLED_BACK),
+        ):
+            return move.pk, TARGET, back
+        return None
+
+    def _fingerprint(self, key: str) -> list[tuple[int, int]]:
+        found = []
+        with psycopg.connect(self.stores[key]) as connection:
+            for table in TABLES:
+                [row] = connection.execute(
+                    f"SELECT count(*), coalesce(sum(xmin::text::bigint), 0)::bigint FROM {table}"
+                    " WHERE app_name = %s",
+                    (f"support.{TENANT}",),
+                ).fetchall()
+                found.append(row)
+        return found
+
+
+class Soak:
+    """The installation, its agents, and who dies next."""
+
+    def __init__(self, home: Path, stores: Sequence[str], seed: int) -> None:
+        from bench.scene import Resident, Scene
+
+        keys = dict(zip((SOURCE, TARGET), stores, strict=True))
+        self.home, self.dice = home, random.Random(seed)
+        self.scene = Scene(
+            home=home,
+            stores={
+                k: url.replace("postgresql:", "postgresql+psycopg:") for k, url in keys.items()
+            },
+            cells={SOURCE: "cell-eu1-a", TARGET: "cell-eu1-b"},
+            residents=(
+                Resident(TENANT, "support", SOURCE, sessions=60, clients=4),
+                Resident("bolt", "support", SOURCE, sessions=10),
+                Resident("core", "billing", TARGET, sessions=10),
+            ),
+        )
+        self.watch = Watch(keys)
+        self.killed: Counter[str] = Counter()
+        self.again = 0
+        self.filled = 0
+        self._died: dict[str, float] = {}
+        self._next: dict[tuple[str, ...], float] = {}
+        self._read: dict[Path, int] = {}
+        self._counted = 0
+        os.environ.update(self.scene.environment)
+        self.supervisor = Supervisor(home / "log")
+
+    def __enter__(self) -> Soak:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.supervisor.stop()
+
+    def run(self, turns: int) -> list[TenantMigration]:
+        """Talk so many turns, through all three legs; return both moves."""
+        from durable.clock import database_now
+        from migrations_app import services
+        from migrations_app.domain.phases import Phase
+
+        self._people()
+        self._talk(turns * MOVE_AT)
+        first = self._leg(lambda: self._move(soak_seconds=86_400.0), Phase.SOAK)
+        self._talk(turns * BACK_AT, first)
+
+        def back() -> TenantMigration:
+            services.rollback(first, by="bench", reason="the way back", now=database_now())
+            return first
+
+        self._leg(back, Phase.ROLLED_BACK)
+        self._talk(turns * AGAIN_AT, first)
+        again = self._leg(lambda: self._move(soak_seconds=SOAK_SECONDS), Phase.DONE)
+        self._talk(turns)
+        return [first, again]
+
+    def _people(self) -> None:
+        """Start the installation, bring everybody in, let the agents begin to talk."""
+        from durable.clock import database_now
+
+        port = servers.free_port()
+        tokens = self.scene.onboard(now=database_now())
+        fills = self.scene.fills()
+        self.supervisor.start(*installation(port), *fills)
+        self._until(lambda: not any(self.supervisor.running(fill.name) for fill in fills))
+        self.filled = self._turns()
+        self.supervisor.start(
+            *self.scene.fleets(
+                FLEETS,
+                address=f"http://127.0.0.1:{port}",
+                tokens=tokens,
+                think_seconds=0.0,
+                longest_turn_seconds=LONGEST_TURN_SECONDS,
+            )
+        )
+        now = time.monotonic()
+        self._next = {names: now + self.dice.uniform(*KILLS[names]) for names in KILLS}
+
+    def _move(self, *, soak_seconds: float) -> TenantMigration:
+        from durable.clock import database_now
+        from migrations_app import services
+        from tenants.models import Cell, Store, Tenant
+
+        return services.start(
+            Tenant.objects.get(slug=TENANT),
+            target_cell=Cell.objects.get(slug="cell-eu1-b"),
+            target_store=Store.objects.get(key=TARGET),
+            by="bench",
+            reason="thousands of turns",
+            now=database_now(),
+            automatic=True,
+            soak_seconds=soak_seconds,
+            pace_per_second=PACE_PER_SECOND,
+            offboard_automatically=True,
+        )
+
+    def _leg(self, begin: Callable[[], TenantMigration], goal: Phase) -> TenantMigration:
+        """Begin a leg, and begin it anew where its budget ended it; return its move at the goal."""
+        from migrations_app.domain.phases import ENDED, Phase
+
+        for attempt in range(ATTEMPTS):
+            self.again += attempt > 0
+            move = begin()
+
+            def over(move: TenantMigration = move) -> bool:
+                # A rollback that was stopped is in SOAK again, and its request is answered.
+                stopped = move.phase == Phase.SOAK and move.rollback_requested_at is None
+                return move.phase in (goal, *ENDED) or (goal == Phase.ROLLED_BACK and stopped)
+
+            self._until(over, move)
+            if move.phase == goal:
+                return move
+        raise SystemExit(f"{move} was not in {goal} after {ATTEMPTS} attempts: {move.failure}")
+
+    def _talk(self, turns: float, move: TenantMigration | None = None) -> None:
+        """Go on until so many turns have been talked in all."""
+        self._until(lambda: self._turns() - self.filled >= turns, move, turns)
+
+    def _until(
+        self, true: Callable[[], bool], move: TenantMigration | None = None, turns: float = 0.0
+    ) -> None:
+        """Keep everything running, kill who is due, look at what is closed, until it is true."""
+        limit = time.monotonic() + LEG_SECONDS + turns / TURNS_PER_SECOND_AT_LEAST
+        while not true():
+            self.supervisor.tend()
+            self._kill()
+            if move is not None:
+                move.refresh_from_db()
+                self.watch.look(move)
+            if time.monotonic() > limit:
+                where = f"{move} in {move.phase}: {move.waiting_for} {move.failure}" if move else ""
+                raise SystemExit(f"stands still after {self._turns()} turns. {where}")
+            time.sleep(0.1)
+
+    def _kill(self) -> None:
+        now = time.monotonic()
+        for names, at in self._next.items():
+            if at > now:
+                continue
+            self._next[names] = now + self.dice.uniform(*KILLS[names])
+            name = self.dice.choice(names)
+            # It must have come to work since it died last.
+            if now - self._died.get(name, 0.0) > REST_SECONDS:
+                self._died[name] = now
+                self.killed[name] += 1
+                os.kill(self.supervisor.pid(name), signal.SIGKILL)
+
+    def _turns(self) -> int:
+        """Return how many turns have been journalled, each byte read once."""
+        for path in self.scene.journals:
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            # The last line may be half written.
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            self._counted += whole.count(b'"kind":"turn"')
+        return self._counted
+
+
+def _fences(move: TenantMigration) -> list[float]:
+    """Return for how many seconds each of its fences was closed, the way back last."""
+    times = [
+        *((fence["fence_closed_at"], fence["fence_opened_at"]) for fence in move.past_fences),
+        (str(move.fence_closed_at), str(move.fence_opened_at)),
+    ]
+    return [
+        (datetime.fromisoformat(opened) - datetime.fromisoformat(closed)).total_seconds()
+        for closed, opened in times
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
