@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from itertools import pairwise
@@ -414,16 +414,32 @@ def _sample(row: TenantMigration, at: datetime, passes: int, done: int, copied: 
 def mismatches(row: TenantMigration, *, now: datetime) -> list[Mismatch]:
     """Make the article's three kinds of difference, open and blocking."""
     said_so = (
-        (
-            "u-01184",
-            "",
-            "user",
-            "user:tier differs",
-            Looks.OLD_SHARED_WON,
-        ),
+        ("u-01184", "", "user", "user:tier differs", Looks.OLD_SHARED_WON),
         ("u-00371", "b204e6d8", "events", "event 41 of 44 is missing", Looks.FENCE_LEAK),
         ("u-01602", "10ce55fa", "events", "none of 12 events", Looks.EMPTY_COPY),
     )
+    return _differ(row, said_so, now - timedelta(seconds=12))
+
+
+def many_mismatches(row: TenantMigration, count: int, *, now: datetime) -> list[Mismatch]:
+    """Make open mismatches of a kind, a session each."""
+    said_so = (
+        (f"u-{at % 40:05}", f"s-{at:05}", "events", f"event {at} is missing", Looks.FENCE_LEAK)
+        for at in range(count)
+    )
+    return _differ(row, said_so, now)
+
+
+def late_writes(row: TenantMigration, *, now: datetime) -> list[Mismatch]:
+    """Make two writes at the closed source, after the cutover."""
+    text = "written at the closed source after the cutover"
+    said_so = ((f"u-{at}", f"s-{at}", "events", text, Looks.LATE_WRITE) for at in range(2))
+    return _differ(row, said_so, now)
+
+
+def _differ(
+    row: TenantMigration, said_so: Iterable[tuple[str, str, str, str, Looks]], now: datetime
+) -> list[Mismatch]:
     return Mismatch.objects.bulk_create(
         Mismatch(
             move=row,
@@ -434,48 +450,10 @@ def mismatches(row: TenantMigration, *, now: datetime) -> list[Mismatch]:
             looks_like=looks,
             source_digest=secrets.token_hex(32),
             target_digest=secrets.token_hex(32),
-            found_at=now - timedelta(seconds=12 - 4 * index),
-            found_in=row.phase,
-        )
-        for index, (user, session, part, text, looks) in enumerate(said_so)
-    )
-
-
-def many_mismatches(row: TenantMigration, count: int, *, now: datetime) -> list[Mismatch]:
-    """Make open mismatches of a kind, a session each."""
-    return Mismatch.objects.bulk_create(
-        Mismatch(
-            move=row,
-            user_id=f"u-{index % 40:05}",
-            session_id=f"s-{index:05}",
-            part="events",
-            first_difference=f"event {index} of {index} is missing",
-            looks_like=Looks.FENCE_LEAK,
-            source_digest=f"{index:064x}",
-            target_digest=f"{index + 1:064x}",
             found_at=now,
             found_in=row.phase,
         )
-        for index in range(count)
-    )
-
-
-def late_writes(row: TenantMigration, *, now: datetime) -> list[Mismatch]:
-    """Make two writes at the closed source, after the cutover."""
-    return Mismatch.objects.bulk_create(
-        Mismatch(
-            move=row,
-            user_id=f"u-{index}",
-            session_id=f"s-{index}",
-            part="events",
-            first_difference="written at the closed source after the cutover",
-            looks_like=Looks.LATE_WRITE,
-            source_digest=secrets.token_hex(32),
-            target_digest=secrets.token_hex(32),
-            found_at=now,
-            found_in=row.phase,
-        )
-        for index in range(2)
+        for user, session, part, text, looks in said_so
     )
 
 

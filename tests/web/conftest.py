@@ -15,8 +15,10 @@ from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from tenants.domain.roles import Role
 from tests import make, scene
+from tests.stores import Raw
 
 HTMX = {"HX-Request": "true"}
+APP = "support.acme"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,19 @@ def moving(here: make.Cast, at: datetime) -> Callable[..., TenantMigration]:
         return scene.move(here, phase, now=at, **columns)
 
     return make_move
+
+
+@pytest.fixture
+def sides(new_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> tuple[Raw, Raw]:
+    """The same four sessions on both sides."""
+    found = []
+    for name in ("STORE_EU1_A", "STORE_EU1_B"):
+        raw = Raw(new_database())
+        monkeypatch.setenv(name, raw.url)
+        raw.make_tables(f"env:{name}", APP)
+        raw.seed(APP, sessions=4, users=2)
+        found.append(raw)
+    return found[0], found[1]
 
 
 def polled(html: str, url: str) -> str:

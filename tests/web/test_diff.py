@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime
 
 import pytest
@@ -12,22 +11,7 @@ from migrations_app.domain.phases import Phase
 from migrations_app.models import Mismatch, TenantMigration
 from tests import make, scene
 from tests.stores import Raw
-from tests.web.conftest import People
-
-APP = "support.acme"
-
-
-@pytest.fixture
-def sides(new_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> tuple[Raw, Raw]:
-    """The same four sessions on both sides."""
-    found = []
-    for name in ("STORE_EU1_A", "STORE_EU1_B"):
-        raw = Raw(new_database())
-        monkeypatch.setenv(name, raw.url)
-        raw.make_tables(f"env:{name}", APP)
-        raw.seed(APP, sessions=4, users=2)
-        found.append(raw)
-    return found[0], found[1]
+from tests.web.conftest import APP, People
 
 
 @pytest.fixture

@@ -19,11 +19,10 @@ from migrations_app.panels.mismatches import MismatchFilter
 from migrations_app.panels.seen import seen
 from tests import make, scene
 from tests.stores import Raw
-from tests.web.conftest import HTMX, People, polled
+from tests.web.conftest import APP, HTMX, People, polled
 from tests.web.test_pages import page, text_of
 
 Moving = Callable[..., TenantMigration]
-APP = "support.acme"
 
 
 def read(move: TenantMigration, **wanted: object) -> table.Mismatches:
@@ -251,19 +250,6 @@ def test_every_box_and_button_of_a_row_has_a_name_of_its_own(
 
 
 # --- late writes -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sides(new_database: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> tuple[Raw, Raw]:
-    """The same four sessions on both sides."""
-    found = []
-    for name in ("STORE_EU1_A", "STORE_EU1_B"):
-        raw = Raw(new_database())
-        monkeypatch.setenv(name, raw.url)
-        raw.make_tables(f"env:{name}", APP)
-        raw.seed(APP, sessions=4, users=2)
-        found.append(raw)
-    return found[0], found[1]
 
 
 def test_a_late_write_is_an_alarm_with_both_versions_to_download(
