@@ -155,16 +155,17 @@ class World:
             return False
 
     @contextmanager
-    def late(self) -> Iterator[Any]:
-        """Write at the closed source as somebody who got past its triggers."""
-        with self.source.connection() as connection:
-            if self.source.url.startswith("sqlite"):
-                self.source.run_in(connection, "UPDATE switchyard_guard SET writing = 1")
+    def late(self, side: Raw | None = None) -> Iterator[Any]:
+        """Write at a closed store, the source, as somebody who got past its triggers."""
+        side = side or self.source
+        with side.connection() as connection:
+            if side.sqlite:
+                side.run_in(connection, "UPDATE switchyard_guard SET writing = 1")
             else:
-                self.source.run_in(connection, "SET LOCAL switchyard.mover = 'late'")
+                side.run_in(connection, "SET LOCAL switchyard.mover = 'late'")
             yield connection
-            if self.source.url.startswith("sqlite"):
-                self.source.run_in(connection, "UPDATE switchyard_guard SET writing = 0")
+            if side.sqlite:
+                side.run_in(connection, "UPDATE switchyard_guard SET writing = 0")
 
 
 class _TakenBack(Exception):

@@ -154,6 +154,23 @@ def test_an_old_shared_value_on_the_target_is_settled_by_value(both: World) -> N
     assert_moved(both, expected, "old shared value")
 
 
+def test_a_session_that_only_the_target_has_is_counted_and_named(both: World) -> None:
+    before = both.source.content(APP)
+    both.start()
+    both.run(until=Phase.VERIFY)
+    with both.late(both.target) as connection:
+        both.target.add_session(connection, APP, "u-1", "s-stray", 1)
+    for _ in range(4):
+        both.step()
+    assert both.move.phase == Phase.VERIFY
+    [row] = both.move.mismatches.all()
+    assert (row.part, row.session_id) == ("extra", "s-stray")
+    assert row.looks_like == Looks.WRITTEN_ON_TARGET
+    services.recopy(both.move, mismatch_ids=[row.pk], by="ada", now=both.clock())
+    both.run()
+    assert_moved(both, before, "the stray session was removed")
+
+
 def test_a_write_past_the_closed_store_stops_the_cutover(both: World) -> None:
     """A fence leak, produced with the mover's own key: the mark at the end of VERIFY sees it."""
     both.start()

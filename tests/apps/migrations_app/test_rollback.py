@@ -193,19 +193,13 @@ def test_a_users_shared_state_is_written_by_value_again_when_it_is_asked_for(bot
     both.run(until=Phase.BACKFILL)
     while both.move.stage != "ready":
         both.step()
-    with both.target.connection() as connection:
-        if both.target.sqlite:
-            both.target.run_in(connection, "UPDATE switchyard_guard SET writing = 1")
-        else:
-            both.target.run_in(connection, "SET LOCAL switchyard.mover = 'someone'")
+    with both.late(both.target) as connection:
         both.target.run_in(
             connection,
             "UPDATE user_states SET state = ? WHERE app_name = ? AND user_id = 'u-1'",
             '{"tier": "stale"}',
             APP,
         )
-        if both.target.sqlite:
-            both.target.run_in(connection, "UPDATE switchyard_guard SET writing = 0")
     row = mismatch(both)
     count = services.reconcile_users(both.move, mismatch_ids=[row.pk], by="ada", now=both.clock())
     assert count == 1
