@@ -13,6 +13,7 @@ from durable.errors import Refused
 from migrations_app import restored
 from migrations_app.models import RestoreFinding
 from tenants import queries, services
+from tenants.domain.words import counted
 from tenants.models import Cell, Store
 
 BY = "{} (command)"
@@ -80,7 +81,7 @@ class Command(BaseCommand):
             )
         if found.differing:
             self.stdout.write(
-                f"{found.differing:,} are refused. Say of each where it lives:"
+                f"Refused: {counted(found.differing, 'tenant')}. Say of each where it lives:"
                 " manage.py restored --settle TENANT --on STORE"
             )
         self._when()
@@ -95,7 +96,7 @@ class Command(BaseCommand):
             (one.tenant.slug, one.says, one.told, one.differs) for one in restored.open_findings()
         ]
         self._table(rows)
-        self.stdout.write(f"{len(rows):,} tenants are refused and not settled.")
+        self.stdout.write(f"Refused and not settled: {counted(len(rows), 'tenant')}.")
         self._when()
 
     def _when(self) -> None:

@@ -366,10 +366,7 @@ def test_of_two_open_sides_the_other_one_closes(both: World) -> None:
     assert both.owner() == [("cell-eu1-b", "all")]
 
 
-def test_the_others_close_before_the_home_opens(
-    files: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever dies in between, no two are open; and settling again goes on from there."""
+def test_settling_that_dies_half_way_is_settled_again(files: World) -> None:
     backup = Backup()
     files.start()
     files.run(until=Phase.SOAK)
