@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from migrations_app.domain import canonical
 from migrations_app.domain.canonical import EventRow, NotJson, SessionRow
@@ -157,14 +157,16 @@ DEEPEST_EVENT = 200
 LATE = 2**33 * 1_000_000
 
 # Nothing odd stands in a text without one of these; most texts have none and are not walked.
-_SUSPECT = re.compile(
-    r"\\u0000|\\u[dD][89a-fA-F]|NaN|Infinity|\d[eE]\+?\d{3}|\d{309}|-0(?:\.0*)?[\s,}\]eE]"
-)
+_WORDS = ("\\u0000", "\\ud", "\\uD", "NaN", "Infinity")
+# Behind what may stand before a value: an id or a date has "-0" too.
+_MINUS_ZERO = re.compile(r"[\[:,\s]-0(?:\.0*)?(?:[\s,}\]eE]|$)")
+# What Python may read as infinity.
+_HUGE = re.compile(r"[\[:,\s]-?(?:\d+(?:\.\d+)?[eE]\+?\d{3,}(?:[\s,}\]]|$)|\d{309})")
 # Left by reading bytes that are not UTF-8 (errors="surrogateescape").
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # A number with an exponent behind what may stand before a value. In a string it may look like one,
 # so tokens are read, strings as wholes.
-_EXPONENT = re.compile(r"(?:^|[\[:,\s])-?\d+(?:\.\d+)?[eE]\+?\d")
+_EXPONENT = re.compile(r"[\[:,\s]-?\d+(?:\.\d+)?[eE]\+?\d")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
 
 
@@ -201,7 +203,7 @@ def in_event(row: EventRow) -> Iterator[Found]:
     if row.event_data is None:
         yield Found(Odd.NO_DATA, "events.event_data")
     else:
-        yield from _in_text("events.event_data", row.event_data, event=_shown(str(row.id)))
+        yield from _in_text("events.event_data", row.event_data, event=str(row.id))
 
 
 def in_state(field: str, text: str) -> Iterator[Found]:
@@ -220,7 +222,7 @@ def for_postgres(text: str) -> str:
     >>> for_postgres('{"a": 1e22, "b": "1e22", "c": 1.5e-7}')
     '{"a": 10000000000000000000000.0, "b": "1e22", "c": 1.5e-7}'
     """
-    return _TOKEN.sub(_spelled, text) if _EXPONENT.search(text) else text
+    return _TOKEN.sub(_spelled, text) if _EXPONENT.search(f" {text}") else text
 
 
 def _spelled(token: re.Match[str]) -> str:
@@ -234,7 +236,7 @@ def _spelled(token: re.Match[str]) -> str:
 
 
 def _in_id(field: str, text: object, longest: int | None = None) -> Iterator[Found]:
-    if not isinstance(text, str) or _NOT_UTF8.search(text):
+    if not _is_text(text):
         yield Found(Odd.NOT_TEXT, field)
     elif "\0" in text:
         yield Found(Odd.NUL_IN_ID, field)
@@ -251,7 +253,7 @@ def _in_time(field: str, at: canonical.Time) -> Iterator[Found]:
 
 def _in_text(field: str, text: object, *, event: str | None) -> Iterator[Found]:
     """Yield what is odd in JSON text; `event` is the event's id, None for a state."""
-    if not isinstance(text, str) or _NOT_UTF8.search(text):
+    if not _is_text(text):
         yield Found(Odd.NOT_TEXT, field)
         return
     try:
@@ -259,13 +261,25 @@ def _in_text(field: str, text: object, *, event: str | None) -> Iterator[Found]:
     except NotJson:
         yield Found(Odd.UNREADABLE, field)
         return
-    at = "" if event is None else f"of {event}"
+    at = "" if event is None else f"of {_shown(event)}"
     if event is not None and not isinstance(value, dict):
         yield Found(Odd.NO_DATA, field, at)
-    deep = text.count("[") + text.count("{") > DEEPEST_EVENT
-    if deep or _SUSPECT.search(text):
+    if _suspect(text):
         for odd, path in _walk(value, in_state=event is None):
             yield Found(odd, field, f"{at} {path}".strip())
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and (value.isascii() or not _NOT_UTF8.search(value))
+
+
+def _suspect(text: str) -> bool:
+    return bool(
+        any(word in text for word in _WORDS)
+        or ("-0" in text and _MINUS_ZERO.search(f" {text}"))
+        or text.count("[") + text.count("{") > DEEPEST_EVENT
+        or _HUGE.search(f" {text}")
+    )
 
 
 def _walk(value: Any, *, in_state: bool) -> Iterator[tuple[Odd, str]]:

@@ -235,7 +235,7 @@ def scan(store: Rows, target: Layout) -> list[Finding]:
         page = [one for one, _ in store.page(key, SCAN_PAGE)]
         complete = len(page) < SCAN_PAGE
         for bite in store.bites(page):
-            _scan_bite(store, bite, target, note)
+            _scan_bite(store, bite, note)
             seen, key = seen + len(bite), bite[-1]
             if time.monotonic() > until:
                 complete = complete and key == page[-1]
@@ -257,15 +257,13 @@ def scan(store: Rows, target: Layout) -> list[Finding]:
 def _scan_bite(
     store: Rows,
     bite: Sequence[Key],
-    target: Layout,
     note: Callable[[str, str, Iterable[values.Found]], None],
 ) -> None:
     last: EventRow | None = None
     with store.snapshot():
         for session in store.read_sessions(bite):
             note(session.user_id, session.session_id, values.in_session(session))
-        for read in store.read_events(bite):
-            row = _for(target, read, store.layout)
+        for row in store.read_events(bite):
             note(row.user_id, row.session_id, values.in_event(row))
             if (
                 last is not None
