@@ -338,6 +338,16 @@ def test_adk_sqlite_is_never_postgresql(monkeypatch: pytest.MonkeyPatch) -> None
         pass
 
 
+def test_a_file_is_found_as_sqlite_session_service_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It unquotes its URL and ends it at a #; SQLAlchemy does neither."""
+    monkeypatch.setenv("STORE", f"sqlite:///{tmp_path}/a%20b.db?mode=rw#c")
+    with open_store("adk-sqlite", "env:STORE", app_name=ACME) as store:
+        store.provision()
+    assert [file.name for file in tmp_path.iterdir()] == ["a b.db"]
+
+
 # --- pairs -----------------------------------------------------------------------------------
 
 
