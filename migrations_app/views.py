@@ -740,6 +740,10 @@ def _given(form: NewMove) -> dict[str, Any]:
 # --- after our own database was restored ---------------------------------------------------------
 
 
+# Tenants that the page lists at once, each with its form.
+FINDINGS_SHOWN = 50
+
+
 @require_safe
 @access(Role.VIEWER)
 def restored_page(request: HttpRequest) -> HttpResponse:
@@ -797,10 +801,14 @@ def _restored_act(request: HttpRequest, act: Callable[[str, str, datetime], None
 
 
 def _restored_page(request: HttpRequest, *, refused: str = "", status: int = 200) -> HttpResponse:
+    rows = restored.open_findings()
+    total = rows.count()
     context = {
         "now": database_now(),
         "halt": tenants_queries.halt(),
-        "findings": restored.open_findings(),
+        "findings": rows[:FINDINGS_SHOWN],
+        "total": total,
+        "more": max(0, total - FINDINGS_SHOWN),
         "cells": tenants_panels.choices().cells,
         "may_settle": request.role is Role.ADMIN,
         "refused": refused,
