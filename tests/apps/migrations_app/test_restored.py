@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from django.db import connection, transaction
+from django.test import Client
 
 from durable import driver
 from migrations_app import ports, restored, services
@@ -16,8 +17,9 @@ from migrations_app.models import RestoreFinding, TenantMigration
 from migrations_app.ports.base import Guard, Unreachable
 from tenants import queries as tenants_queries
 from tenants import services as tenants
+from tenants.domain.roles import Role
 from tenants.models import AuditEntry, Cell, Store, Tenant
-from tests import make
+from tests import make, scene
 from tests.world import APP, World
 
 pytestmark = pytest.mark.django_db
@@ -288,6 +290,35 @@ def test_a_move_that_went_on_after_the_backup_is_listed_and_ended_as_it_is(
     assert writable(files) == ["target"]
     assert came_along(files, "after", files.target)
     start_machines(files)
+
+
+@pytest.mark.parametrize("phase", [None, Phase.BACKFILL, Phase.VERIFY, Phase.SOAK])
+@pytest.mark.parametrize("until", [Phase.VERIFY, Phase.SOAK])
+def test_the_pages_of_moves_that_a_restore_ended_are_drawn(
+    files: World, phase: Phase | None, until: Phase
+) -> None:
+    backup = Backup()
+    if phase is not None:
+        files.start()
+        files.run(until=phase)
+        backup = Backup()
+    else:
+        files.start()
+    files.run(until=until if phase is not Phase.SOAK else None)
+    backup.restore()
+    compare(files)
+    for finding in RestoreFinding.objects.all():
+        home = Store.objects.get(key=finding.homes[0])
+        cell = files.cast.other_cell if home == files.cast.other_store else None
+        settle(files, home, cell)
+    browser = Client()
+    browser.force_login(scene.person("vera", Role.VIEWER))
+    moves = TenantMigration.objects.all()
+    assert moves
+    for move in moves:
+        assert browser.get(f"/moves/mv-{move.pk}/").status_code == 200
+    assert browser.get("/tenants/acme/").status_code == 200
+    assert browser.get("/").status_code == 200
 
 
 def test_a_move_that_was_aborted_after_the_backup_leaves_the_tenant_at_its_source(

@@ -207,6 +207,13 @@ def test_an_unknown_instance_is_gone_or_malformed(runtime: Any, key: str) -> Non
 def test_another_cells_token_sees_and_does_nothing(
     other_runtime: Any, runtime: Any, instance: str
 ) -> None:
+    ahead = f"{queries.epoch()}.99999"
+    refused(policy(other_runtime, instance, ahead), 403, "not_your_cell")
+    refused(report(other_runtime, instance, applied_version=ahead), 403, "not_your_cell")
+    joining = {**JOIN, "cell": "cell-eu1-a", "applied_version": ahead}
+    refused(other_runtime.post("/runtime/instances", joining), 403, "not_your_cell")
+    # Nor does it raise the alarm of a restored database for that cell.
+    assert queries.halt() is None
     refused(policy(other_runtime, instance), 403, "not_your_cell")
     refused(report(other_runtime, instance), 403, "not_your_cell")
     refused(other_runtime.delete(f"/runtime/instances/{instance}"), 403, "not_your_cell")
