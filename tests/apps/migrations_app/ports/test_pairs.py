@@ -135,6 +135,29 @@ def assert_same_digest(here: SessionStore, there: SessionStore, key: Key) -> Non
     assert ours[key][:2] == theirs[key][:2]
 
 
+@pytest.mark.parametrize("one", ["postgresql", "sqlite"])
+def test_data_says_itself_what_sqlite_session_service_reads_from_there(
+    new_place: Callable[[str, str], Place], one: str
+) -> None:
+    """Without an id in its data the event would be given a new one at each reading."""
+    pair = make_pair(new_place, one, "adk-sqlite")
+    data = '{"id": "stale", "author": "user", "content": null}'
+    pair.source.run("UPDATE events SET event_data = ? WHERE id = 's0-e1'", data)
+    copy_all(pair)
+    [(text,)] = pair.target.run(
+        "SELECT event_data FROM events WHERE app_name = ? AND id = 's0-e1'", ACME
+    )
+    assert json.loads(text) == {
+        "id": "s0-e1",
+        "invocation_id": "inv-1",
+        "timestamp": places.seconds("2026-01-01 10:00:01.123456"),
+        "author": "user",
+        "content": None,
+    }
+    with pair.source.open() as here, pair.target.open() as there:
+        assert_equal(here, there)
+
+
 def test_copying_leaves_other_tenants_alone(pair: Pair) -> None:
     before = pair.target.rows(BOLT)
     assert any(before.values())
@@ -366,12 +389,16 @@ def test_a_refused_session_loses_its_older_copy(pair: Pair) -> None:
 def test_a_value_that_no_table_names_is_found_one_by_one(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = odd(pair.source, state='{"a": "\\u0000"}')
+    key = odd(pair.source)
+    copy_all(pair)
+    pair.source.run("UPDATE sessions SET state = ? WHERE id = 'odd'", '{"a": "\\u0000"}')
     monkeypatch.setattr(mixed.values, "refusal", lambda target, found: None)
     with pair.source.open() as here, pair.target.open() as there:
         batch = copy(here, there, [S0, key, S1])
         assert (set(batch.copied), set(batch.refused)) == ({S0, S1}, {key})
         assert "refused a value" in batch.refused[key].reason
+        # Its older copy went too.
+        assert set(there.stamps([S0, key, S1])) == {S0, S1}
 
 
 @to_postgres
