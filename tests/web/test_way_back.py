@@ -145,6 +145,18 @@ def test_the_track_shows_the_way_back_with_its_times_and_hatching(
     assert [step.fenced for step in track.steps] == [False, True, True, True, False, False]
 
 
+def test_a_second_rollback_does_not_count_the_phases_of_the_first(
+    moving: Moving, at: datetime
+) -> None:
+    move = moving(Phase.REVERSE_DELTA)
+    # That one is stopped, and another begins.
+    for was, to in ((Phase.REVERSE_DELTA, Phase.SOAK), (Phase.SOAK, Phase.REVERSE_DRAIN)):
+        move.events.create(at=at, who="mover", was=was, now=to, note="")
+    TenantMigration.objects.update(phase=Phase.REVERSE_DRAIN, phase_since=at)
+    track = progress.track(read(move), now=at)
+    assert [step.at for step in track.steps] == [at, at, None, None, None, None]
+
+
 def test_the_fence_on_the_way_back_is_that_of_the_target(
     moving: Moving, here: make.Cast, at: datetime
 ) -> None:
