@@ -1,4 +1,4 @@
-"""How fast sessions go from one PostgreSQL store to another, and are proven equal.
+"""How fast sessions go from one PostgreSQL store to another (or to a file), and are proven equal.
 
 Beside it: a bare binary `COPY TO | COPY FROM` of the same rows, the least that any copy
 costs, and google-adk's own services replaying a sample, which is what a move without native
@@ -14,6 +14,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from itertools import islice
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psycopg
@@ -23,6 +25,7 @@ from migrations_app.ports import copy, digests_of_both, open_store
 from migrations_app.ports.base import START, Key, SessionStore
 
 CHUNK = 500  # what a step of BACKFILL takes
+CHUNKS_ACROSS = 4  # into a store of another layout: no bar, so not all of it
 ROUNDS = 3  # of each, in turn; the best of each counts, for others use the machine too
 SAMPLE = 60  # sessions that ADK replays: it takes as long for these as we for all
 CONCURRENCY = (1, 4, 8)
@@ -61,6 +64,8 @@ def measure(server: str, sessions: int) -> Iterator[Bar]:
         yield Bar("copy, times the bare COPY", copying / floor, "x", 1.25)
         yield Bar("copy + verify, times the bare COPY", both / floor, "x", 1.6)
         yield Bar("worker's memory grown by copying and verifying", grown, "MB", 64.0)
+        for kind in ("adk-sql", "adk-sqlite"):
+            yield Bar(f"to a file of {kind}, copy + verify", across(source, kind), "sessions/s")
         sample = min(SAMPLE, sessions)
         rates = {}
         for concurrency in CONCURRENCY:
@@ -113,6 +118,24 @@ def move(source: str, target: str) -> tuple[float, float]:
             began = time.perf_counter()
             comparing += began - copied
     return copying, comparing
+
+
+def across(source: str, kind: str) -> float:
+    """Copy the first chunks into a file and compare them; return sessions/s. Rows are converted."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        here = stack.enter_context(opened(source))
+        os.environ["BENCH_FILE"] = f"sqlite:///{folder}/store.db"
+        named: dict[str, Any] = {"app_name": rows.APP, "move": 1, "claim": 1}
+        there = stack.enter_context(open_store(kind, "env:BENCH_FILE", **named))
+        there.provision()
+        there.adopt(None, mover=True, agents=False)
+        began, count = time.perf_counter(), 0
+        for keys in islice(chunks(here), CHUNKS_ACROSS):
+            count += len(copy(here, there, keys).copied)
+            ours, theirs = digests_of_both(here, there, keys)
+            if {key: d[:2] for key, d in ours.items()} != {key: d[:2] for key, d in theirs.items()}:
+                raise AssertionError("a session differs")
+        return count / (time.perf_counter() - began)
 
 
 def chunks(store: SessionStore) -> Iterator[list[Key]]:

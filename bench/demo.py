@@ -210,21 +210,16 @@ def _warm(supervisor: Supervisor, scene: Scene) -> None:
 
 
 def _start_move() -> TenantMigration:
-    from durable.clock import database_now
-    from migrations_app import services
-    from tenants.models import Cell, Store, Tenant
+    from bench.scene import start_move
 
-    return services.start(
-        Tenant.objects.get(slug=MOVED),
-        target_cell=Cell.objects.get(slug=TARGET_CELL),
-        target_store=Store.objects.get(key=TARGET_STORE),
+    return start_move(
+        MOVED,
+        cell=TARGET_CELL,
+        store=TARGET_STORE,
         by="operator",
         reason="the demo moves a tenant",
-        now=database_now(),
-        automatic=True,
         soak_seconds=SOAK_SECONDS,
         pace_per_second=PACE_PER_SECOND,
-        offboard_automatically=True,
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import psycopg
 
 from bench import Bar, parser, report, rows
+from bench.plane import control_plane
 
 TOUCHED = 900
 SMALL = 1_000
@@ -34,22 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = os.environ.get("DATABASE_URL", "")
     if not server.startswith("postgres"):
         options.error("DATABASE_URL must name a PostgreSQL server (`make bench` starts one).")
-    with rows.databases(server, 1) as (own,):
-        os.environ["DATABASE_URL"] = own
-        os.environ.setdefault("DJANGO_SETTINGS_MODULE", "platform_admin.settings")
-        os.environ["LOG_LEVEL"] = "ERROR"
-        import django
-        from django.core.management import call_command
-
-        django.setup()
-        call_command("migrate", verbosity=0)
+    with rows.databases(server, 1) as (own,), control_plane(own):
         return report(measure(server, chosen.sessions), as_json=chosen.json)
 
 
 def measure(server: str, sessions: int) -> Iterator[Bar]:
     """Yield the figures, one after another as they are known."""
-    from django.db import connections
-
     with rows.databases(server, 3) as (source, target, bare_target):
         # First a small tenant: it warms what is warm in a worker, and shows what memory a
         # tenant costs that is a twelfth of the size.
@@ -60,7 +51,6 @@ def measure(server: str, sessions: int) -> Iterator[Bar]:
         move, accepted = large.run(touched=min(TOUCHED, sessions))
         grown = peak_megabytes() - before
         floor = bare(source, bare_target, large.app_name, large.touched)
-        connections.close_all()
     closed = (move.fence_opened_at - move.fence_closed_at).total_seconds()
     expected = move.quote["expected"]
     yield Bar("sessions, 20 events of about 1 KB each", sessions, "sessions")

@@ -8,7 +8,6 @@ that it is sessions that count. Starts a server of its own unless DATABASE_URL n
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from bench import Bar, parser, report, rows, servers
 from bench.fence import Runtimes, Tenant, peak_megabytes
+from bench.plane import control_plane
 
 SIZES = (1_000, 10_000, 100_000)
 EVENTS = 2
@@ -48,27 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with (
         servers.environment(browser=False, durable=True) as found,
         rows.databases(found["DATABASE_URL"], 3) as (own, source, target),
+        control_plane(own, SWITCHYARD_HOME=found["SWITCHYARD_HOME"]),
     ):
-        os.environ.update(
-            {
-                **found,
-                "DATABASE_URL": own,
-                "DJANGO_SETTINGS_MODULE": "platform_admin.settings",
-                "LOG_LEVEL": "ERROR",
-                # Static files are served from where they are: nobody collected them.
-                "PYTHONWARNINGS": "ignore",
-            }
-        )
-        import django
-        from django.core.management import call_command
-        from django.db import connections
-
-        django.setup()
-        call_command("migrate", verbosity=0)
-        try:
-            return report(measure(source, target, chosen.sizes), as_json=chosen.json)
-        finally:
-            connections.close_all()
+        return report(measure(source, target, chosen.sizes), as_json=chosen.json)
 
 
 def measure(source: str, target: str, sizes: Sequence[int]) -> Iterator[Bar]:

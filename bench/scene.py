@@ -15,10 +15,13 @@ from pathlib import Path
 from bench.audit_events import Home
 from bench.fill import Part
 from bench.fleet import Config, Talk
+from durable.clock import database_now
+from migrations_app import services as migrations
+from migrations_app.models import TenantMigration
 from platform_admin.processes import Process
 from tenants import services
 from tenants.domain.roles import TokenRole
-from tenants.models import Tenant
+from tenants.models import Cell, Store, Tenant
 
 BY = "demo"
 QUOTA = 5_000_000
@@ -192,6 +195,31 @@ class Scene:
             )
             for resident in self.residents
         ]
+
+
+def start_move(
+    tenant: str,
+    *,
+    cell: str,
+    store: str,
+    by: str,
+    reason: str,
+    soak_seconds: float,
+    pace_per_second: float,
+) -> TenantMigration:
+    """Start a move that runs to its end by itself."""
+    return migrations.start(
+        Tenant.objects.get(slug=tenant),
+        target_cell=Cell.objects.get(slug=cell),
+        target_store=Store.objects.get(key=store),
+        by=by,
+        reason=reason,
+        now=database_now(),
+        automatic=True,
+        soak_seconds=soak_seconds,
+        pace_per_second=pace_per_second,
+        offboard_automatically=True,
+    )
 
 
 def _variable(key: str) -> str:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from bench import Bar, parser, report, rows, servers
+from bench.plane import control_plane
 from platform_admin.processes import Supervisor, installation
 
 if TYPE_CHECKING:
@@ -60,33 +61,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
     options.add_argument("--logs", type=Path, help="a folder to keep: logs, journals")
     chosen = options.parse_args(argv)
-    with servers.environment(browser=False) as found, TemporaryDirectory() as scrap:
+    with (
+        servers.environment(browser=False) as found,
+        rows.databases(found["DATABASE_URL"], 3) as (own, *stores),
+        TemporaryDirectory() as scrap,
+    ):
         home = chosen.logs or Path(scrap)
         home.mkdir(parents=True, exist_ok=True)
-        with rows.databases(found["DATABASE_URL"], 3) as (own, *stores):
-            os.environ.update(
-                {
-                    **found,
-                    "DATABASE_URL": own,
-                    "DJANGO_SETTINGS_MODULE": "platform_admin.settings",
-                    "SWITCHYARD_HOME": str(home),
-                    "DURABLE_LEASE_SECONDS": str(LEASE_SECONDS),
-                    "RUNTIME_LEASE_SECONDS": str(RUNTIME_LEASE_SECONDS),
-                    "LOG_LEVEL": "WARNING",
-                    # google-adk announces its experimental parts.
-                    "PYTHONWARNINGS": "ignore",
-                }
-            )
-            import django
-            from django.core.management import call_command
-            from django.db import connections
-
-            django.setup()
-            call_command("migrate", verbosity=0)
-            try:
-                return report(measure(home, stores, chosen.turns, chosen.seed), as_json=chosen.json)
-            finally:
-                connections.close_all()
+        with control_plane(
+            own,
+            REDIS_URL=found["REDIS_URL"],
+            SWITCHYARD_HOME=str(home),
+            DURABLE_LEASE_SECONDS=str(LEASE_SECONDS),
+            RUNTIME_LEASE_SECONDS=str(RUNTIME_LEASE_SECONDS),
+            LOG_LEVEL="WARNING",
+        ):
+            return report(measure(home, stores, chosen.turns, chosen.seed), as_json=chosen.json)
 
 
 def measure(home: Path, stores: Sequence[str], turns: int, seed: int) -> Iterator[Bar]:
@@ -288,21 +278,16 @@ class Soak:
         self._next = {names: now + self.dice.uniform(*KILLS[names]) for names in KILLS}
 
     def _move(self, *, soak_seconds: float) -> TenantMigration:
-        from durable.clock import database_now
-        from migrations_app import services
-        from tenants.models import Cell, Store, Tenant
+        from bench.scene import start_move
 
-        return services.start(
-            Tenant.objects.get(slug=TENANT),
-            target_cell=Cell.objects.get(slug="cell-eu1-b"),
-            target_store=Store.objects.get(key=TARGET),
+        return start_move(
+            TENANT,
+            cell="cell-eu1-b",
+            store=TARGET,
             by="bench",
             reason="thousands of turns",
-            now=database_now(),
-            automatic=True,
             soak_seconds=soak_seconds,
             pace_per_second=PACE_PER_SECOND,
-            offboard_automatically=True,
         )
 
     def _leg(self, begin: Callable[[], TenantMigration], goal: Phase) -> TenantMigration:

@@ -18,14 +18,12 @@ from django.conf import settings
 from django.db import connection
 
 from bench.audit_events import Verdict, audit
-from bench.scene import Resident, Scene
+from bench.scene import Resident, Scene, start_move
 from bench.servers import free_port
 from durable.clock import database_now
-from migrations_app import services
 from migrations_app.domain.phases import ENDED, Phase
 from migrations_app.models import TenantMigration
 from platform_admin.processes import Supervisor, installation
-from tenants.models import Cell, Store, Tenant
 
 pytestmark = pytest.mark.traffic
 FLEETS = ("agents-1", "agents-2")
@@ -110,17 +108,14 @@ def outcome(
         )
         journals = [tmp_path / "journal" / f"{name}.jsonl" for name in FLEETS]
         _until(supervisor, lambda: _turns(journals) >= BEFORE)
-        move = services.start(
-            Tenant.objects.get(slug="acme"),
-            target_cell=Cell.objects.get(slug="cell-eu1-b"),
-            target_store=Store.objects.get(key="store-eu1-b"),
+        move = start_move(
+            "acme",
+            cell="cell-eu1-b",
+            store="store-eu1-b",
             by="ada",
             reason="a thousand turns",
-            now=database_now(),
-            automatic=True,
             soak_seconds=2,
             pace_per_second=20,
-            offboard_automatically=True,
         )
 
         left = dict(kills)
