@@ -87,8 +87,8 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
             late = counted(review, "late write")
             title = f"{name}: {late} at the closed {move.source_store}"
             text = late_writes_in_words(seen)
-            first = queries.late_writes(move).filter(accepted_at=None).order_by("found_at").first()
-            since = first.found_at if first else since
+            rows = queries.late_writes(move).filter(accepted_at=None).order_by("found_at")
+            since = rows.values_list("found_at", flat=True).first() or since
         else:
             review = seen.open_mismatches
             where = "back to its source" if seen.going_back else "to its target"
