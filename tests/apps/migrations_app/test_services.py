@@ -73,11 +73,12 @@ def test_a_reference_that_leads_nowhere_is_refused(
     refused(files, services.NotReadyToMove, "Target store-eu1-b", "STORE_EU1_B")
 
 
-def test_a_mixed_pair_is_not_yet_moved(
+def test_a_column_that_another_kind_of_store_cannot_have_is_refused(
     files: World, monkeypatch: pytest.MonkeyPatch, new_database: Callable[[], str]
 ) -> None:
     monkeypatch.setenv("STORE_EU1_B", new_database())
-    refused(files, services.NotReadyToMove, "Not yet", "PostgreSQL", "SQLite")
+    files.source.run("alter table events add column extra text")
+    refused(files, services.NotReadyToMove, "Kinds", "events.extra", "does not know")
 
 
 def test_a_target_that_already_holds_the_app_is_refused(both: World) -> None:
