@@ -871,8 +871,9 @@ def _remove_foreign_shared(
             now = clock()
             with holding(move):
                 for row in foreign:
-                    side = "target" if move.phase in REVERSED else "source"
-                    extra = Difference("user", f"not on the {side}", Looks.WRITTEN_ON_TARGET)
+                    extra = Difference("user", "not on the source", Looks.WRITTEN_ON_TARGET)
+                    if move.phase in REVERSED:
+                        extra = Difference("user", "not on the target", Looks.LATE_WRITE)
                     report_shared(move, row.user_id, extra, "", row.digest, now)
         after = rows[-1].user_id or ""
         if len(rows) < PAGE:

@@ -241,3 +241,29 @@ def instance_check(from_cell: Cell, to_cell: Cell, to_store: Store, *, now: date
         if blind
         else f"all {len(there)} of {to_cell} opened {to_store}",
     )
+
+
+def way_back(move: TenantMigration, *, now: datetime) -> list[Check]:
+    """Return what stands against rolling `move` back now: nothing, where it may begin.
+
+    Opens both stores and writes nothing. Takes seconds at most.
+    """
+    sides = (move.source_store, move.target_store)
+    checks = [_guarded(move, store) for store in sides]
+    checks.append(instance_check(move.target_cell, move.source_cell, move.source_store, now=now))
+    return [check for check in checks if not check.ok]
+
+
+def _guarded(move: TenantMigration, store: Store) -> Check:
+    """Look whether a store answers, whole, under the guard row that this move made there."""
+    try:
+        with ports.open_store(
+            store.kind, store.address_from, app_name=move.tenant.app_name
+        ) as port:
+            guard, whole = port.guard(), port.has_tables
+    except StoreRefused as refusal:
+        return Check(str(store), False, str(refusal))
+    if not whole:
+        return Check(str(store), False, "it has lost one of ADK's tables. Bring it back first.")
+    ours = guard is not None and guard.move == move.pk
+    return Check(str(store), ours, "" if ours else f"its guard row is not {move}'s any more.")

@@ -89,14 +89,23 @@ def late_writes(move: TenantMigration) -> QuerySet[Mismatch]:
     return move.mismatches.filter(resolved_at=None, looks_like=Looks.LATE_WRITE)
 
 
+def repairable(move: TenantMigration) -> QuerySet[Mismatch]:
+    """Return the open mismatches whose repair nobody has asked for.
+
+    Late writes are not among them: they are replaced by being accepted, with a reason.
+    """
+    rows = move.mismatches.filter(resolved_at=None, repair_requested_at=None)
+    return rows.exclude(looks_like=Looks.LATE_WRITE)
+
+
 def acceptable(move: TenantMigration, row: Mismatch) -> bool:
     """Return whether a person may let this difference stay: nothing is lost by it.
 
     A value that the target spells in another way, in a comparison; a late write at the closed
-    source, whose place the tenant's own copy takes, in SOAK.
+    source, whose place the tenant's own copy takes, in SOAK and on the way back.
     """
     if row.looks_like == Looks.LATE_WRITE:
-        return move.phase == Phase.SOAK
+        return move.phase in (Phase.SOAK, Phase.REVERSE_VERIFY)
     return row.looks_like == Looks.CANNOT_HOLD and row.part != "value"
 
 

@@ -13,12 +13,12 @@ from django.db.models import F
 from durable.errors import Refused
 from migrations_app import queries
 from migrations_app.domain.mismatch import Looks
-from migrations_app.domain.phases import ENDED, FENCED, UNPAUSABLE, WAY_OUT, Mode, Phase
+from migrations_app.domain.phases import ENDED, FENCED, REVERSED, UNPAUSABLE, WAY_OUT, Mode, Phase
 from migrations_app.domain.verbs import words
 from migrations_app.models import TenantMigration
-from migrations_app.preflight import preflight
+from migrations_app.preflight import preflight, way_back
 from tenants import services as tenants
-from tenants.domain.words import duration, limit
+from tenants.domain.words import counted, duration, limit
 from tenants.models import Cell, Placement, Store, Tenant
 
 
@@ -193,7 +193,7 @@ def close_fence(
             raise NotNow(
                 f"{row.drain_requested_by} asked for it already; it waits for the last pass."
             )
-        if row.mismatches.filter(resolved_at=None).exists():
+        if queries.open_mismatches(row):
             raise NotNow(f"{row} has open mismatches: repair them first, or the fence would wait.")
         row.drain_requested_at, row.drain_requested_by = now, by
 
@@ -244,11 +244,16 @@ def recopy(
     """Ask for these mismatches to be repaired by copying their sessions again; return how many."""
     with _asking(move, "recopy", seen=seen, by=by, reason=reason, now=now) as row:
         _may_repair(row)
-        asked = row.mismatches.filter(
-            id__in=mismatch_ids, resolved_at=None, repair_requested_at=None
-        ).update(repair_requested_at=now, repair_requested_by=by)
+        asked = (
+            queries.repairable(row)
+            .filter(id__in=mismatch_ids)
+            .update(repair_requested_at=now, repair_requested_by=by)
+        )
         if not asked:
-            raise NotNow("None of these is open any more, or their repair was asked for already.")
+            raise NotNow(
+                "None of these is open any more, their repair was asked for already, or they are"
+                " late writes: download both versions of those, then accept the tenant's own."
+            )
     return asked
 
 
@@ -379,7 +384,11 @@ def rollback(
     proven equal, then the placement flips. `budget_seconds` replaces the move's. Lifts a pause.
     """
     _require(reason)
+    if move.phase == Phase.SOAK and (red := way_back(move, now=now)):
+        raise NotReadyToMove(" ".join(f"{c.name}: {c.detail}" for c in red) + " Nothing changed.")
     with _asking(move, "rollback", seen=seen, by=by, reason=reason, now=now) as row:
+        if row.phase in REVERSED or row.phase == Phase.ROLLED_BACK:
+            raise NotNow(f"{row} is in {row.phase.upper()}: it was rolled back already.")
         if row.phase != Phase.SOAK:
             raise NotNow(
                 f"{row} is in {row.phase.upper()}: a move is rolled back in SOAK. Before TARGET,"
@@ -388,11 +397,11 @@ def rollback(
         if row.rollback_requested_at:
             raise NotNow(f"{row} is being rolled back by {row.rollback_requested_by} already.")
         if queries.owes_opening(row):
-            raise NotNow(f"{row} is still opening the target again. Try once it soaks.")
+            raise NotNow(f"{row} still settles its stopped rollback. Try once it soaks.")
         if late := queries.blocking(row).count():
             raise NotNow(
-                f"{late:,} late writes at the closed source would be replaced. Download both"
-                " versions, accept the tenant's own, then roll back."
+                f"{counted(late, 'late write')} at the closed source would be replaced. Download"
+                " both versions, accept the tenant's own, then roll back."
             )
         budget = row.budget_seconds if budget_seconds is None else budget_seconds
         check_times(budget, min(row.drain_bound_seconds, budget), row.soak_seconds)
@@ -417,7 +426,7 @@ def cancel_rollback(
     with _asking(move, "cancel_rollback", seen=seen, by=by, reason=reason, now=now) as row:
         if row.phase != Phase.SOAK or row.rollback_requested_at is None:
             raise NotNow(f"{row} has no rollback that waits to begin.")
-        row.rollback_requested_at = None
+        row.rollback_requested_at, row.waiting_for = None, ""
 
 
 def confirm_offboard(
@@ -488,6 +497,8 @@ REQUESTS = (
     "rollback_requested_at",
     "rollback_requested_by",
     "rollback_reason",
+    # What a request that was taken back had waited for.
+    "waiting_for",
     "offboard_confirmed_at",
     "offboard_confirmed_by",
     "leave_requested_at",

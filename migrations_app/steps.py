@@ -19,6 +19,7 @@ from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
 from migrations_app import copying, pacing, ports, queries, services
 from migrations_app.copying import Meter, Timer
+from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import (
     ENDED,
     FENCED,
@@ -43,7 +44,7 @@ from migrations_app.ports.base import (
     StoreBusy,
     StoreRefused,
 )
-from migrations_app.preflight import Check, instance_check, preflight
+from migrations_app.preflight import Check, preflight, way_back
 from tenants import queries as tenants_queries
 from tenants import services as tenants
 from tenants.domain.words import counted, duration, limit
@@ -432,7 +433,7 @@ def _hurry(move: TenantMigration, until: Any) -> None:
 def _not_yet(move: TenantMigration, now: Any) -> str:
     """Return what a person has to do, or which time has to come, before the fence may close."""
     if count := queries.open_mismatches(move):
-        return f"{count:,} mismatches to be repaired"
+        return f"{counted(count, 'mismatch', 'mismatches')} to be repaired"
     if move.fence_not_before is not None and now < move.fence_not_before:
         return f"its time, {move.fence_not_before:%d %b %H:%M} UTC"
     if not move.automatic and move.drain_requested_at is None:
@@ -600,6 +601,11 @@ def verify(move: TenantMigration, clock: Clock) -> Outcome:
     timer = Timer(copying.FENCED_STEP_SECONDS)
     with copying.both(move) as (source, target):
         target.take(mover=True, agents=False)
+        # First: what a late write that was accepted leaves behind, its user's state, is no
+        # difference once it is replaced.
+        repaired = Meter()
+        if copying.repair(move, source, target, meter=repaired, clock=clock):
+            return Wait(note="Repaired what was asked for", changes=repaired.changes(move))
         changes: dict[str, Any] = {}
         if move.stage != "end":
 
@@ -649,12 +655,10 @@ def _stages(
 def _verdict(
     move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
 ) -> Outcome:
-    """Everything was compared: repair what is asked for, count, and look at the mark last."""
-    meter = Meter()
-    if copying.repair(move, source, target, meter=meter, clock=clock):
-        return Wait(note="Repaired what was asked for", changes=meter.changes(move))
+    """Everything was compared: wait for what is open, count, and look at the mark last."""
     if count := queries.open_mismatches(move):
-        return _waiting(move, f"{count:,} mismatches to be repaired", seconds=0.5)
+        what = counted(count, "mismatch", "mismatches")
+        return _waiting(move, f"{what} to be repaired", seconds=0.5)
     if move.flip_by_hand and move.flip_requested_at is None and move.phase == Phase.VERIFY:
         return _waiting(move, "somebody's word to flip", seconds=0.2)
     sides = copying.way(move)
@@ -838,6 +842,8 @@ def _find_late_writes(
     changes: dict[str, Any] = {"changed": 0, **_stage("")}
     late = queries.late_writes(move).count()
     if not found and not late:
+        if source.mark() == move.mark:
+            return Wait(changes=changes)
         copying.report_late_shared(move, source, clock)
         late = 1
     if not late:
@@ -855,19 +861,15 @@ def _roll_back(move: TenantMigration, clock: Clock) -> Outcome:
     with holding(move):
         # Instances must be at the fast cadence before the fence may close.
         _hurry(move, now)
-    served = instance_check(move.target_cell, move.source_cell, move.source_store, now=now)
-    if not served.ok:
-        return _waiting(move, served.detail)
+    if red := way_back(move, now=now):
+        return _waiting(move, "; ".join(f"{check.name}: {check.detail}" for check in red))
     if count := queries.open_mismatches(move):
-        return _waiting(move, f"{count:,} late writes to be settled")
+        return _waiting(move, f"{counted(count, 'late write')} to be settled")
     quote = queries.fence_quote(move, now=now)
     if quote.worst > move.budget_seconds:
         longest, most = duration(quote.worst), limit(move.budget_seconds)
         return _waiting(move, f"a shorter fence: up to {longest}, budget {most}")
-    with copying.both(move) as (source, target):
-        for port, store in ((source, move.source_store), (target, move.target_store)):
-            if not _guards(move, port, str(store)):
-                raise GuardTaken(f"{store} is guarded by another move than {move}.")
+    with copying.opened(move, move.target_store) as target:
         if not target.can_close():
             # A trigger was dropped: the store would take late writers behind a closed fence.
             target.provision()
@@ -945,6 +947,11 @@ def _stay(move: TenantMigration, clock: Clock) -> Outcome:
         if not swept.finished:
             return Wait(changes=_stage("return", swept.cursor))
         mark = source.mark()
+    with holding(move):
+        # What its comparison had found is void with it. Late writes stand, stopped or not.
+        move.mismatches.filter(resolved_at=None).exclude(looks_like=Looks.LATE_WRITE).update(
+            resolved_at=clock()
+        )
     return Wait(
         note=f"The rollback is stopped: the tenant stays on {move.target_store}, its soak begins"
         " anew",
@@ -953,7 +960,9 @@ def _stay(move: TenantMigration, clock: Clock) -> Outcome:
             "soak_until": clock() + timedelta(seconds=move.soak_seconds),
             "touched": None,
             "touched_at": None,
-            **_stage(""),
+            "changed": 0,
+            # The new mark holds what somebody else wrote there meanwhile: it is looked for now.
+            **_stage("late"),
         },
     )
 

@@ -80,7 +80,7 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
         why = "" if stuck else "The abort cleans the target by itself."
         yield _action("leave_behind", seen, stuck, danger=True, why=why)
         return
-    if phase == Phase.OFFBOARD and queries.stuck_at_cleaning(move):
+    if phase in (Phase.SOAK, Phase.OFFBOARD) and queries.stuck_at_cleaning(move):
         yield _action("leave_behind", seen, not move.leave_requested_at, danger=True)
     elif phase in (Phase.SOAK, Phase.OFFBOARD):
         yield _offboard_action(seen, now)

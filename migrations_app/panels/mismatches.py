@@ -206,7 +206,7 @@ def repairable(seen: Seen) -> list[int]:
     """Return the ids of open mismatches whose repair nobody has asked for, if the phase allows."""
     if not _may_repair(seen):
         return []
-    rows = seen.move.mismatches.filter(STATES["open"], repair_requested_at=None)
+    rows = queries.repairable(seen.move).filter(STATES["open"])
     return list(rows.values_list("pk", flat=True)[:ACT_ROWS])
 
 
@@ -254,6 +254,7 @@ def _line(seen: Seen, row: Mismatch, shared: frozenset[str]) -> MismatchLine:
     settled = row.resolved_at is not None
     late = row.looks_like == Looks.LATE_WRITE
     may_repair = _may_repair(seen) and state_of(row) == "open" and not row.repair_requested_at
+    may_repair = may_repair and not late
     known = row.looks_like in set(Looks)
     return MismatchLine(
         key=str(row.pk),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from migrations_app import queries, services
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
 from migrations_app.models import Mismatch, TenantMigration
-from tenants.models import AuditEntry, DirtyLine
+from tenants.models import AuditEntry, DirtyLine, RuntimeInstance
 from tests import scene
 from tests.faults.test_way_back import assert_home, assert_stays, look, moved, roll_back
 from tests.world import APP, World
@@ -113,8 +114,11 @@ def test_the_quote_of_a_rollback_counts_what_was_looked_at_and_what_was_served_s
 def test_a_rollback_waits_for_an_instance_that_serves_the_source(files: World) -> None:
     content = moved(files)
     look(files)
-    scene.instances(files.cast.other_cell, ["eu1-b-4"], now=files.clock())
+    other = scene.instances(files.cast.other_cell, ["eu1-b-4"], now=files.clock())
+    refused(files, "no instance of cell-eu1-a", lambda: roll_back(files), services.NotReadyToMove)
+    RuntimeInstance.objects.update(gone_at=files.clock())
     roll_back(files)
+    RuntimeInstance.objects.filter(pk=other[0].pk).update(gone_at=None)
     files.step()
     assert files.move.phase == Phase.SOAK
     assert "no instance of cell-eu1-a" in files.move.waiting_for
@@ -207,3 +211,13 @@ def test_a_users_shared_state_is_written_by_value_again_when_it_is_asked_for(bot
     ours, theirs = both.source.content(APP), both.target.content(APP)
     assert theirs["user_states"] == ours["user_states"]
     assert both.move.mismatches.get(part="user").resolved_at is not None
+
+
+def test_a_rollback_to_a_store_that_is_away_is_refused(files: World) -> None:
+    content = moved(files)
+    look(files)
+    path = Path(files.source.url.removeprefix("sqlite:///"))
+    away = path.rename(path.with_suffix(".away"))
+    refused(files, "store-eu1-a", lambda: roll_back(files), services.NotReadyToMove)
+    away.rename(path)
+    assert_stays(files, content, "refused")
