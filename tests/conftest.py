@@ -167,7 +167,7 @@ class Scratch:
                 )
 
     def _make(self) -> str:
-        name = f"store_{secrets.token_hex(6)}"
+        name = f"scratch_{secrets.token_hex(6)}"
         with psycopg.connect(f"{self.server_url}/postgres", autocommit=True) as connection:
             database = sql.Identifier(name)
             connection.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0").format(database))

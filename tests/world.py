@@ -116,9 +116,12 @@ class World:
         }
         return services.start(self.cast.acme, by="ada", now=self.clock(), **chosen | options)
 
-    def step(self) -> TenantMigration:
-        """Let time pass until the move is due, and a worker take one step, which may kill it."""
-        move = self.move
+    def step(self, move: TenantMigration | None = None) -> TenantMigration:
+        """Let time pass until the move is due, and a worker take one step, which may kill it.
+
+        `move` is its row as it is now, where the caller has read it.
+        """
+        move = move or self.move
         if move.due_at is not None:
             self.clock.now = max(self.clock.now, move.due_at)
             # Its lease runs out, then another worker takes over.
@@ -128,11 +131,12 @@ class World:
 
     def run(self, *, until: Phase | None = None, steps: int = 300) -> TenantMigration:
         """Step until the move enters a phase, or ends."""
+        # Each row is read once: the tests of every moment take thousands of steps.
+        move = self.move
         for _ in range(steps):
-            move = self.move
             if move.due_at is None or move.phase == until:
                 return move
-            self.step()
+            move = self.step(move)
         notes = [f"{e.was}: {e.note}" for e in self.move.events.all()[:5]]
         raise AssertionError(f"stuck in {self.move.phase}: {self.move.waiting_for} {notes}")
 
