@@ -42,6 +42,8 @@ NEEDS_OPERATOR = sorted(
 def _address(name: str, move: TenantMigration) -> str:
     """Return an address that exists, whatever the pattern asks for."""
     known = {"pk": move.pk, "slug": move.tenant.slug}
+    if name == "dead":
+        known["pk"] = move.source_cell.instances.first().pk
     wanted = GUARDED[name].pattern.converters
     if "mismatch_pk" in wanted:
         known["mismatch_pk"] = move.mismatches.first().pk
