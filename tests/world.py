@@ -197,6 +197,32 @@ def undone(world: World) -> Iterator[None]:
     world.killer.names.clear()
 
 
+def each_moment(world: World) -> Iterator[str]:
+    """Yield the phase before each step of the move, from here to its end.
+
+    What is tried there has to be `undone`. So a trial costs what follows it, not what led to it.
+    """
+    while (move := world.move).due_at is not None:
+        yield move.phase
+        world.step(move)
+
+
+def each_call(world: World) -> Iterator[str]:
+    """Stand before the step of each call, from here to the move's end, the killer set to the call.
+
+    Yields which call it is; what happens from there on has to be `undone`.
+    """
+    for phase in each_moment(world):
+        with undone(world):
+            world.killer.calls = 0
+            world.step()
+            calls = world.killer.calls
+        for at in range(1, calls + 1):
+            world.killer.calls, world.killer.at = 0, at
+            yield f"call {at} of a step of {phase}"
+        world.killer.at = None
+
+
 @contextmanager
 def world(
     monkeypatch: pytest.MonkeyPatch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from migrations_app import services
 from migrations_app.domain.phases import FENCED, REVERSED, WAY_OUT, Mode, Phase
 from migrations_app.models import TenantMigration
 from tests.stores import EMPTY
-from tests.world import APP, Killed, World, undone
+from tests.world import APP, Killed, World, each_call, each_moment, undone
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -46,29 +47,20 @@ def test_a_move_without_trouble_carries_every_row_over(both: World) -> None:
 
 def test_a_move_survives_a_kill_at_every_call(files: World) -> None:
     before = files.source.content(APP)
-    with undone(files):
-        files.start()
-        files.killer.calls = 0
-        files.run()
-        calls = files.killer.calls
-    assert calls > 100
-    for at in range(1, calls + 1):
+    files.start()
+    tried = []
+    for call in each_call(files):
+        tried.append(call)
         with undone(files):
-            files.start()
-            files.killer.calls, files.killer.at = 0, at
             files.run()
-            assert_moved(files, before, f"killed at call {at}")
+            assert_moved(files, before, f"killed at {call}")
+    assert len(tried) > 100
 
 
 def test_a_worker_that_stalls_at_any_call_and_wakes_after_the_move_changes_nothing(
     files: World,
 ) -> None:
     """Others finish the move and the tenant goes on; then the worker does the rest of its step."""
-    with undone(files):
-        files.start()
-        files.killer.calls = 0
-        files.run()
-        calls = files.killer.calls
     home: dict[str, list[str]] = {}
 
     def others_finish() -> None:
@@ -79,18 +71,18 @@ def test_a_worker_that_stalls_at_any_call_and_wakes_after_the_move_changes_nothi
         files.target.turn(APP, "u-1", "s-1", "on-target")
         home.update(files.target.content(APP))
 
-    for at in range(1, calls + 1, 2):
+    files.start()
+    # At every second call: half of them are the ends of others.
+    for call in islice(each_call(files), 0, None, 2):
         with undone(files):
-            files.start()
-            files.killer.calls, files.killer.at = 0, at
             files.killer.meanwhile = others_finish
             files.run()
             files.killer.meanwhile = None
-            assert files.move.phase == Phase.DONE, at
-            assert files.target.content(APP) == home, at
-            assert files.owner() == [("cell-eu1-b", "all")], at
-            assert files.agents_may_write(files.target), at
-            assert not files.agents_may_write(files.source), at
+            assert files.move.phase == Phase.DONE, call
+            assert files.target.content(APP) == home, call
+            assert files.owner() == [("cell-eu1-b", "all")], call
+            assert files.agents_may_write(files.target), call
+            assert not files.agents_may_write(files.source), call
 
 
 def test_a_move_survives_a_kill_at_every_write_of_its_row(
@@ -99,46 +91,29 @@ def test_a_move_survives_a_kill_at_every_write_of_its_row(
     """Killed between an effect in our database and the settling of its step."""
     before = files.source.content(APP)
     settle = driver._settle
-    count, at = 0, 0
+    armed = False
 
     def fragile(*args: Any, **kwargs: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == at:
+        nonlocal armed
+        if armed:
+            armed = False
             raise Killed("before settling")
         settle(*args, **kwargs)
 
     monkeypatch.setattr(driver, "_settle", fragile)
-    with undone(files):
-        files.start()
-        files.run()
-        settled = count
-    for moment in range(1, settled + 1):
-        count, at = 0, moment
+    files.start()
+    for phase in each_moment(files):
         with undone(files):
-            files.start()
+            armed = True
             files.run()
-            assert_moved(files, before, f"killed before settling {moment}")
-
-
-def moments(world: World) -> list[str]:
-    """Return the phase of the move before each of its steps."""
-    phases = []
-    with undone(world):
-        world.start()
-        while world.move.due_at is not None:
-            phases.append(world.move.phase)
-            world.step()
-    return phases
+            assert_moved(files, before, f"killed before settling a step of {phase}")
 
 
 def ask_at_every_moment(world: World, ask: Callable[[World], None]) -> Iterator[str]:
-    """Run the move once per step of it, asking before that step; yields the phase asked in."""
-    for moment, phase in enumerate(moments(world)):
+    """Start the move and ask before each of its steps; yields the phase asked in."""
+    world.start()
+    for phase in each_moment(world):
         with undone(world):
-            world.start()
-            for _ in range(moment):
-                world.step()
             ask(world)
             yield phase
 
@@ -170,26 +145,16 @@ def test_an_abort_at_every_moment_ends_on_one_side(files: World) -> None:
 
 def test_an_abort_survives_a_kill_at_every_call(files: World) -> None:
     before = files.source.content(APP)
-    late = moments(files).index(Phase.VERIFY)
-
-    def to_the_abort() -> None:
-        files.start()
-        for _ in range(late):
-            files.step()
-        abort(files)
-        files.killer.calls = 0
-
-    with undone(files):
-        to_the_abort()
-        files.run()
-        calls = files.killer.calls
-    assert calls > 10
-    for at in range(1, calls + 1):
+    files.start()
+    files.run(until=Phase.VERIFY)
+    abort(files)
+    tried = []
+    for call in each_call(files):
+        tried.append(call)
         with undone(files):
-            to_the_abort()
-            files.killer.at = at
             files.run()
-            assert_stayed(files, before, f"killed at call {at} of the abort")
+            assert_stayed(files, before, f"killed at {call}")
+    assert len(tried) > 10
 
 
 def test_a_pause_at_every_moment_is_kept_and_resumed(files: World) -> None:

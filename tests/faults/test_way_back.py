@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import FENCED, NO_RETURN, REVERSED, WAY_OUT, Mode, Phase
 from migrations_app.models import TenantMigration
 from tests.stores import EMPTY
-from tests.world import APP, World, undone
+from tests.world import APP, World, each_call, each_moment, undone
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -81,16 +82,13 @@ def test_a_rollback_survives_a_kill_at_every_call(files: World) -> None:
     content = moved(files)
     look(files)
     roll_back(files)
-    files.killer.calls = 0
-    with undone(files):
-        files.run()
-        calls = files.killer.calls
-    assert calls > 40
-    for at in range(1, calls + 1):
+    tried = []
+    for call in each_call(files):
+        tried.append(call)
         with undone(files):
-            files.killer.at = at
             files.run()
-            assert_home(files, content, f"killed at call {at}")
+            assert_home(files, content, f"killed at {call}")
+    assert len(tried) > 40
 
 
 def test_a_worker_that_stalls_on_the_way_back_and_wakes_afterwards_changes_nothing(
@@ -99,10 +97,6 @@ def test_a_worker_that_stalls_on_the_way_back_and_wakes_afterwards_changes_nothi
     moved(files)
     look(files)
     roll_back(files)
-    files.killer.calls = 0
-    with undone(files):
-        files.run()
-        calls = files.killer.calls
     home: Content = {}
 
     def others_finish() -> None:
@@ -113,22 +107,12 @@ def test_a_worker_that_stalls_on_the_way_back_and_wakes_afterwards_changes_nothi
         files.source.turn(APP, "u-1", "s-1", "home-again")
         home.update(files.source.content(APP))
 
-    for at in range(1, calls + 1, 2):
+    for call in islice(each_call(files), 0, None, 2):
         with undone(files):
-            files.killer.at, files.killer.meanwhile = at, others_finish
+            files.killer.meanwhile = others_finish
             files.run()
             files.killer.meanwhile = None
-            assert_home(files, home, f"stalled at call {at}")
-
-
-def back(world: World) -> list[str]:
-    """Return the phase before each step of a rollback."""
-    phases = []
-    with undone(world):
-        while world.move.due_at is not None:
-            phases.append(world.move.phase)
-            world.step()
-    return phases
+            assert_home(files, home, f"stalled at {call}")
 
 
 def test_a_rollback_that_is_stopped_at_any_moment_leaves_the_tenant_where_it_was(
@@ -138,12 +122,10 @@ def test_a_rollback_that_is_stopped_at_any_moment_leaves_the_tenant_where_it_was
     look(files)
     roll_back(files)
     stopped = set()
-    for moment, phase in enumerate(back(files)):
+    for phase in each_moment(files):
+        if phase not in WAY_OUT[Mode.FENCE]:
+            continue
         with undone(files):
-            for _ in range(moment):
-                files.step()
-            if phase not in WAY_OUT[Mode.FENCE]:
-                continue
             stopped.add(phase)
             services.abort(files.move, by="ada", reason="not after all", now=files.clock())
             for _ in range(6):
