@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,9 +140,24 @@ class Scratch:
 
     def give(self) -> str:
         """Return the name of an empty database."""
-        if not self.free:
-            return self._make()
-        name = self.free.pop()
+        while self.free:
+            name = self.free.pop()
+            # Gone: its test was about a database that somebody drops.
+            with suppress(psycopg.OperationalError):
+                self._empty(name)
+                return name
+        return self._make()
+
+    def drop(self) -> None:
+        """Drop all that were made."""
+        with psycopg.connect(f"{self.server_url}/postgres", autocommit=True) as connection:
+            for name in self.made:
+                connection.execute(
+                    # FORCE: a test that failed may have left a connection behind.
+                    sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
+                )
+
+    def _empty(self, name: str) -> None:
         with psycopg.connect(f"{self.server_url}/{name}", autocommit=True) as connection:
             # What a test that failed has left open would hold the schema's lock.
             connection.execute(
@@ -155,16 +171,6 @@ class Scratch:
                 connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
             connection.execute("CREATE SCHEMA public AUTHORIZATION pg_database_owner")
             connection.execute("GRANT USAGE ON SCHEMA public TO PUBLIC")
-        return name
-
-    def drop(self) -> None:
-        """Drop all that were made."""
-        with psycopg.connect(f"{self.server_url}/postgres", autocommit=True) as connection:
-            for name in self.made:
-                connection.execute(
-                    # FORCE: a test that failed may have left a connection behind.
-                    sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
-                )
 
     def _make(self) -> str:
         name = f"scratch_{secrets.token_hex(6)}"
