@@ -339,7 +339,9 @@ def _copy_changed(
         # One second's worth, then a rest: that keeps the store's load even.
         chunk = max(1, min(chunk, int(pace)))
     # A slow store gets its rest after each chunk, while the tenant is live. A fence never waits.
-    one_chunk = pace is not None or (compare and move.ease < 1)
+    # The first chunk alone says how large the others may be: a step of such would cost seconds.
+    unknown = move.copy_rate is None
+    one_chunk = pace is not None or (compare and (move.ease < 1 or unknown))
 
     def work(keys: Sequence[Key]) -> None:
         if move.phase in REVERSED:
