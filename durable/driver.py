@@ -17,7 +17,7 @@ from typing import Any
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import F
+from django.db.models import Case, F, Value, When
 
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Overtaken, Table, Wait, check_edge
@@ -50,8 +50,8 @@ class Machine:
     no_return: frozenset[Any]
     # Phases that go on although a pause was asked for (the way out itself, and past no return).
     unpausable: frozenset[Any]
-    # Phases in which somebody is refused: a failing step is tried again within a second.
-    urgent: frozenset[Any]
+    # Whether somebody is refused while this row waits: a failing step is tried again at once.
+    urgent: Callable[[Any], bool]
     # Hands (row id, phase, seconds from now) to a worker; a hint only, never the truth.
     enqueue: Callable[[int, StrEnum, float], None]
     # Called instead of the step while paused: a deadline still holds.
@@ -169,6 +169,7 @@ def _note_lost(machine: Machine, row: Any, lost: int, now: datetime) -> None:
         row.failures, row.failure = lost, note
         changes |= {"failures": lost, "failure": note}
     machine.model.objects.filter(pk=row.pk).update(**changes)
+    row.version += 1
 
 
 def _ours(machine: Machine, row: Any) -> bool:
@@ -184,8 +185,9 @@ def _settle(machine: Machine, row: Any, outcome: Outcome, now: datetime, *, fail
         changes["failure"] = failure
     ours = machine.model.objects.filter(pk=row.pk, claim=row.claim)
     match outcome:
-        case Go(to=to):
+        case Go(to=to, requires=requires):
             seconds = 0.0
+            ours = ours.filter(**requires)
             changes |= {
                 "phase": to,
                 "phase_since": now,
@@ -196,7 +198,10 @@ def _settle(machine: Machine, row: Any, outcome: Outcome, now: datetime, *, fail
                 ours = ours.filter(**dict.fromkeys(machine.requests))
         case Wait(seconds=seconds):
             to = row.phase
-            changes["due_at"] = now + timedelta(seconds=seconds)
+            # Each request raises the version: one that came while the step ran is looked at now,
+            # not after the step's rest.
+            rested = When(version=row.version, then=Value(now + timedelta(seconds=seconds)))
+            changes["due_at"] = Case(rested, default=Value(now))
     if outcome.changes or outcome.note or to != row.phase or "failure" in changes:
         changes["version"] = F("version") + 1
     if not ours.update(**changes):
@@ -218,7 +223,7 @@ def _give_back(machine: Machine, row: Any, now: datetime) -> None:
 
 def _after(machine: Machine, row: Any, error: Exception) -> tuple[Wait, str]:
     seconds = BACKOFF_SECONDS[min(row.failures, len(BACKOFF_SECONDS) - 1)]
-    if row.phase in machine.urgent:
+    if machine.urgent(row):
         seconds = min(seconds, URGENT_SECONDS)
     if isinstance(error, Refused | Overtaken):
         failure = str(error)

@@ -26,12 +26,15 @@ class Overtaken(Exception):
 class Go:
     """Enter another phase.
 
-    `changes` are columns that become true together with the phase.
+    `changes` are columns that become true together with the phase. `requires` must still hold of
+    the row in that moment, as a queryset's filter says it: a request that the step acts on may
+    have been taken back while it ran.
     """
 
     to: StrEnum
     note: str = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
+    requires: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

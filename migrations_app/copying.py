@@ -9,6 +9,7 @@ are the move's target and its source: `way` says so, and which column has whose 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 from durable.driver import Clock, holding
 from durable.errors import Refused
-from migrations_app import ports
+from migrations_app import ports, queries
 from migrations_app.domain.mismatch import Difference, Looks
 from migrations_app.domain.phases import REVERSED
 from migrations_app.models import Mismatch, Sample, SessionStamp, TenantMigration
@@ -245,7 +246,8 @@ def sweep(
     exhausted = False
     while True:
         waiting = sum(needed for _, _, needed in pending)
-        if not exhausted and waiting < chunk and not timer.out:
+        # One page at least: a store that answers slower than a step is long still gets on.
+        if not exhausted and waiting < chunk and (not timer.out or not (pending or passed)):
             with meter.timing("scan", 0):
                 page = source.page(read, PAGE)
                 wanted = needs(page) if page else set()
@@ -416,7 +418,15 @@ def compare(
     meter: Meter,
     clock: Clock,
 ) -> None:
-    """Compare one chunk while the source is closed: what differs now is a mismatch."""
+    """Compare one chunk while the source is closed: what differs now is a mismatch.
+
+    On the way back, what the source has lost since the cutover is copied first: nothing of it is
+    there to be lost.
+    """
+    if move.phase in REVERSED:
+        there = target.stamps(keys)
+        if lost := [key for key in keys if key not in there]:
+            copy(move, source, target, lost, meter=meter, clock=clock, compare=False)
     with meter.timing("compare", len(keys)):
         pair = ports.digests_of_both(source, target, keys)
     ours, theirs = pair
@@ -536,6 +546,8 @@ def _report(
         ours, theirs = in_order(move, pair[0].get(key), pair[1].get(key))
         part = "state" if difference.part == "state" else "events"
         digests = (getattr(ours, part, ""), getattr(theirs, part, ""))
+        if difference.looks_like == Looks.LATE_WRITE:
+            digests = (_whole(ours), _whole(theirs))
         _put(move, key.user_id, key.session_id, difference, digests, now, transient=transient)
 
 
@@ -556,7 +568,9 @@ def _put(
     """
     found = move.mismatches.filter(user_id=user_id, session_id=session_id, resolved_at=None).first()
     row = found or Mismatch(move=move, user_id=user_id, session_id=session_id)
-    known = (row.source_digest, row.target_digest) == digests
+    # A late write is accepted as what it is at the source; the tenant goes on at the target.
+    late = row.looks_like == difference.looks_like == Looks.LATE_WRITE
+    known = row.source_digest == digests[0] and (late or row.target_digest == digests[1])
     if not (known and row.accepted_at):
         row.accepted_at, row.accepted_by, row.accepted_reason = None, "", ""
         # A repair that did not help may be asked for again.
@@ -587,14 +601,27 @@ def spare_late_writes(
         # "": this move's own half-written chunk.
         if key in there and (key not in known or known[key].written not in ("", there[key]))
     ]
-    said = set(
-        move.mismatches.filter(
-            resolved_at=None, accepted_at__isnull=False, looks_like=Looks.LATE_WRITE
-        ).values_list("user_id", "session_id")
-    )
-    if late := [key for key in late if key not in said]:
+    if late and (late := _not_accepted(move, target, late)):
         _report_late(move, *in_order(move, source, target), late, "written", clock)
     return [key for key in keys if key not in set(late)]
+
+
+def _not_accepted(move: TenantMigration, home: SessionStore, late: Sequence[Key]) -> list[Key]:
+    """Return those late writes that nobody has accepted as they are now. `home` is the source."""
+    rows = queries.late_writes(move).filter(accepted_at__isnull=False)
+    said = {
+        Key(user, session): digest
+        for user, session, digest in rows.values_list("user_id", "session_id", "source_digest")
+    }
+    now = home.digests([key for key in late if key in said])
+    return [key for key in late if key not in said or _whole(now.get(key)) != said[key]]
+
+
+def _whole(digest: Digest | None) -> str:
+    """Return one digest of a session's state and events; "" of none."""
+    if digest is None:
+        return ""
+    return hashlib.sha256(f"{digest.state} {digest.events}".encode()).hexdigest()
 
 
 def count_touched(
@@ -681,12 +708,41 @@ def find_late_writes(
     return Swept(after, passed, finished=True), found
 
 
-def report_late_shared(move: TenantMigration, source: SessionStore, clock: Clock) -> None:
-    """Record that the closed source changed although no session of it did."""
-    text = "shared state was written, or sessions deleted, at the closed source"
+def shared_came_late(move: TenantMigration, home: SessionStore, clock: Clock) -> bool:
+    """Return whether shared state was written at the closed source and nobody has accepted that.
+
+    Looked at before the way back writes any: it does so by value, and what came in late is
+    nowhere else. `home` is the source.
+    """
+    now, kept, after = Mark(), Mark(move.source_mark), None
+    while rows := home.shared_page(after, PAGE):
+        for row in rows:
+            now.shared(row)
+        after = rows[-1].user_id or ""
+        if len(rows) < PAGE:
+            break
+    if now.of_shared == kept.of_shared:
+        return False
+    report_late_shared(move, now, kept, clock)
+    return queries.late_shared(move).filter(accepted_at=None).exists()
+
+
+def listed(move: TenantMigration) -> str:
+    """Return the sum of our own list of what is written: the `Mark` that the written side has."""
+    total = Mark()
+    rows = move.stamps.values_list("user_id", "session_id", way(move).written)
+    for user, session, stamp in rows.iterator(chunk_size=PAGE):
+        total.session(Key(user, session), stamp)
+    return total.of_sessions
+
+
+def report_late_shared(move: TenantMigration, now: Mark, kept: Mark, clock: Clock) -> None:
+    """Record that shared state was written at the closed source; whose, no stamp tells."""
+    text = "shared state was written at the closed source after the cutover"
+    found = Difference("app", text, Looks.LATE_WRITE)
+    digests = [hashlib.sha256(mark.of_shared.encode()).hexdigest() for mark in (now, kept)]
     with holding(move):
-        found = Difference("app", text, Looks.LATE_WRITE)
-        _put(move, "", "", found, (source.mark(), move.mark), clock())
+        _put(move, "", "", found, (digests[0], digests[1]), clock())
 
 
 def _judge_late(
@@ -724,8 +780,8 @@ def _report_late(
     now = clock()
     with holding(move):
         for key in keys:
-            digests = tuple(side[key].events if key in side else "" for side in (ours, theirs))
-            _put(move, key.user_id, key.session_id, found, (digests[0], digests[1]), now)
+            digests = _whole(ours.get(key)), _whole(theirs.get(key))
+            _put(move, key.user_id, key.session_id, found, digests, now)
 
 
 def remove_gone(
@@ -735,6 +791,7 @@ def remove_gone(
     *,
     meter: Meter,
     timer: Timer,
+    clock: Clock,
 ) -> Swept:
     """Delete on the target what was deleted at the source since its copy.
 
@@ -767,6 +824,7 @@ def remove_gone(
             meter.deleted += len(gone)
             with holding(move):
                 _forget(move, gone)
+                _resolve(move, gone, clock())
         passed += len(rows)
         last = rows[-1][0] if rows else last
         if len(rows) < PAGE or timer.out:
@@ -892,11 +950,25 @@ def repair(
     asked = list(
         move.mismatches.filter(resolved_at=None, repair_requested_at__isnull=False)[:CHUNK_FIRST]
     )
-    if sessions := [Key(m.user_id, m.session_id) for m in asked if m.session_id]:
+    late = [Key(m.user_id, m.session_id) for m in asked if m.session_id and _is_late(move, m)]
+    if changed := _not_accepted(move, target, late) if late else []:
+        # Written once more since somebody saw it.
+        _report_late(move, *in_order(move, source, target), changed, "written", clock)
+    sessions = [Key(m.user_id, m.session_id) for m in asked if m.session_id]
+    if sessions := [key for key in sessions if key not in set(changed)]:
         copy(move, source, target, sessions, meter=meter, clock=clock, compare=True)
     for mismatch in (m for m in asked if not m.session_id):
         _repair_shared(move, source, target, mismatch.user_id or None, mismatch, clock)
+    with holding(move):
+        # Done, whatever came of it; what did not help may be asked for again.
+        move.mismatches.filter(pk__in=[m.pk for m in asked]).update(
+            repair_requested_at=None, repair_requested_by=""
+        )
     return len(asked)
+
+
+def _is_late(move: TenantMigration, row: Mismatch) -> bool:
+    return move.phase in REVERSED and row.looks_like == Looks.LATE_WRITE
 
 
 def _repair_shared(

@@ -165,7 +165,9 @@ class TenantMigration(Durable):
     # When the store itself began to refuse agents. NULL: it is open.
     store_closed_at = models.DateTimeField(null=True, blank=True)
     # The ports' `Mark` of the closed store, added up by DELTA's sweep; in SOAK the source's.
-    mark = models.CharField(max_length=64, blank=True, default="")
+    mark = models.CharField(max_length=128, blank=True, default="")
+    # On the way back, when `mark` is the target's: the source's as SOAK knew it.
+    source_mark = models.CharField(max_length=128, blank=True, default="")
     changed_at_drain = models.PositiveBigIntegerField(null=True, blank=True)
     # The quote at the moment of closing (seconds), part by part, for the table beside the actual.
     quote = models.JSONField(default=dict)

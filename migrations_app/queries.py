@@ -20,7 +20,7 @@ GUARD_LOST = "has lost its guard row"
 
 def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
     """Work out how long the next fence of `move` would stay closed if it closed at `now`."""
-    changed = to_carry(move) if goes_back(move) else changed_since_pass(move)
+    changed = to_copy(move)
     home = move.target_cell if goes_back(move) else move.source_cell
     return quote(
         changed=changed,
@@ -41,6 +41,11 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
 def goes_back(move: TenantMigration) -> bool:
     """Return whether the next fence of the move is the way back's."""
     return move.phase == Phase.SOAK or move.phase in REVERSED
+
+
+def to_copy(move: TenantMigration) -> int:
+    """Return how many sessions the next fence would copy, as a forecast."""
+    return to_carry(move) if goes_back(move) else changed_since_pass(move)
 
 
 def to_carry(move: TenantMigration) -> int:
@@ -89,6 +94,11 @@ def late_writes(move: TenantMigration) -> QuerySet[Mismatch]:
     return move.mismatches.filter(resolved_at=None, looks_like=Looks.LATE_WRITE)
 
 
+def late_shared(move: TenantMigration) -> QuerySet[Mismatch]:
+    """Return the late writes of shared state, which no session's stamp shows."""
+    return late_writes(move).filter(session_id="", part="app")
+
+
 def repairable(move: TenantMigration) -> QuerySet[Mismatch]:
     """Return the open mismatches whose repair nobody has asked for.
 
@@ -105,7 +115,7 @@ def acceptable(move: TenantMigration, row: Mismatch) -> bool:
     source, whose place the tenant's own copy takes, in SOAK and on the way back.
     """
     if row.looks_like == Looks.LATE_WRITE:
-        return move.phase in (Phase.SOAK, Phase.REVERSE_VERIFY)
+        return move.phase in (Phase.SOAK, Phase.REVERSE_DRAIN, Phase.REVERSE_VERIFY)
     return row.looks_like == Looks.CANNOT_HOLD and row.part != "value"
 
 
@@ -123,7 +133,7 @@ def stuck_at_cleaning(move: TenantMigration) -> bool:
     """
     cleaning = (
         move.phase == Phase.OFFBOARD
-        or (move.phase == Phase.SOAK and move.stage == "return")
+        or (move.phase == Phase.SOAK and (move.stage == "return" or GUARD_LOST in move.failure))
         or (move.phase == Phase.REOPEN and (move.stage == "clean" or GUARD_LOST in move.failure))
     )
     return cleaning and move.failures > 0

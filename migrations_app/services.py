@@ -78,7 +78,7 @@ def start(
     _require(reason)
     check_times(budget_seconds, drain_bound_seconds, soak_seconds)
     check_pace(pace_per_second, finish_by, now)
-    placement = tenant.placement
+    placement = Placement.objects.select_related("cell", "store").get(tenant=tenant)
     live = tenant.moves.exclude(phase__in=ENDED).first()
     if live is not None:
         raise AlreadyMigrating(
@@ -457,13 +457,14 @@ def leave_behind(
 ) -> None:
     """End a move although the store that it should clean can't be; what is there stays.
 
-    That is the target of an abort, and in OFFBOARD the source.
+    That is the target of an abort, and in OFFBOARD the source. Lifts a pause.
     """
     _require(reason)
     with _asking(move, "leave_behind", seen=seen, by=by, reason=reason, now=now) as row:
         if not queries.stuck_at_cleaning(row):
             raise NotNow(f"{row} is not stuck at cleaning a store.")
         row.leave_requested_at, row.leave_requested_by = now, by
+        row.pause_requested_at, row.pause_requested_by, row.pause_reason = None, "", ""
 
 
 def _may_repair(move: TenantMigration) -> None:

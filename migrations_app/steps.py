@@ -52,6 +52,7 @@ from tenants.domain.words import counted, duration, limit
 # A red preparation is looked at again this often, and a wait for a person.
 LOOK_AGAIN_SECONDS = 5.0
 SOAK_LOOK_SECONDS = 60.0
+LATE_SHARED = "late shared state at the closed source to be settled"
 # How often SOAK counts what a rollback would carry back, and looks for late writes.
 LOOK_SECONDS = 60.0
 # How many sessions that OFFBOARD left are named in the log.
@@ -88,6 +89,8 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
             checks += _make_sure(move, source, target)
         except StoreBusy as busy:
             return Wait(busy.retry_after_seconds or 0.2)
+        except Clearing as clearing:
+            return _waiting(move, str(clearing), seconds=0.0)
         except GuardTaken as taken:
             checks.append(Check("Guard", False, str(taken)))
         if any(check.ok is False for check in checks):
@@ -208,10 +211,20 @@ def _adopt_target(move: TenantMigration, found: Guard | None, target: SessionSto
     return True
 
 
+class Clearing(Refused):
+    """What an ended move left on the target takes more than one step to remove."""
+
+
 def _clear(target: SessionStore) -> None:
-    """Remove what an ended move of this tenant left behind its closed guard row."""
-    while page := target.page(START, copying.CHUNK_FIRST):
+    """Remove what an ended move of this tenant left behind its closed guard row.
+
+    Raises Clearing when a step's time is up: a whole tenant may lie there, after a rollback.
+    """
+    timer = Timer()
+    while page := target.page(START, copying.CHUNK_MOST):
         target.delete([key for key, _ in page])
+        if timer.out:
+            raise Clearing("The copy that an ended move left there is being removed.")
     while shared := target.shared_page(None, copying.PAGE):
         target.delete_shared([row.user_id for row in shared])
 
@@ -229,7 +242,7 @@ def backfill(move: TenantMigration, clock: Clock) -> Outcome:
         if move.stage == "copy":
             outcome = _copy_sweep(move, source, target, meter, timer, clock)
         elif move.stage == "gone":
-            swept = copying.remove_gone(move, source, target, meter=meter, timer=timer)
+            swept = copying.remove_gone(move, source, target, meter=meter, timer=timer, clock=clock)
             outcome = _swept(move, meter, swept, then="shared")
         else:
             swept = copying.settle_shared(
@@ -424,6 +437,8 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
         Phase.DRAIN,
         f"Fence closes: expected {duration(quote.expected)}, at most {duration(quote.worst)}",
         {"waiting_for": "", "quote": quote.as_json(), "older_writers": [], **_stage("")},
+        # Taken back while this step ran, it is not closed.
+        {} if move.automatic else {"drain_requested_at__isnull": False},
     )
 
 
@@ -466,6 +481,11 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
         if unproven is not None:
             return unproven
     home = copying.way(move).from_store
+    if move.phase in REVERSED:
+        # Here, for the next phase's own writing would look the same.
+        with copying.opened(move, move.source_store) as store:
+            if copying.shared_came_late(move, store, clock):
+                return _waiting(move, LATE_SHARED, seconds=0.5)
     with copying.opened(move, home) as source:
         try:
             source.take(mover=False, agents=False)
@@ -487,7 +507,7 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
 
 
 def _close_fence(move: TenantMigration, clock: Clock) -> Outcome:
-    now = clock()
+    now, forecast = clock(), queries.to_copy(move)
     with holding(move) as row:
         # A repeated step finds the fence closed by its first run, and keeps that time.
         if row.fence_version is None:
@@ -497,7 +517,7 @@ def _close_fence(move: TenantMigration, clock: Clock) -> Outcome:
             home = copying.way(move).from_cell
             row.fence_version = tenants.publish(move.tenant, home, accepts="none")
             row.fence_closed_at = now
-            row.changed_at_drain = queries.changed_since_pass(move)
+            row.changed_at_drain = forecast
             row.save(
                 update_fields=[
                     "fence_version",
@@ -583,7 +603,9 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
                     move, source, target, meter, timer, clock, compare=False, mark=mark
                 )
             if stage == "gone":
-                return copying.remove_gone(move, source, target, meter=meter, timer=timer)
+                return copying.remove_gone(
+                    move, source, target, meter=meter, timer=timer, clock=clock
+                )
             return copying.settle_shared(
                 move, source, target, meter=meter, timer=timer, write=True, clock=clock, mark=mark
             )
@@ -679,6 +701,11 @@ def _verdict(
         return _out(
             move, f"{sides.from_store} is not closed by this move any more: nothing was cut over"
         )
+    if move.phase in REVERSED and copying.listed(move) != Mark(target.mark()).of_sessions:
+        # Written at the source behind its comparison: it opens to agents next.
+        return Wait(
+            note=f"{sides.to_store} changed: compared again", changes=_sweeping(move, "sessions")
+        )
     # Last: a writer that got past everything else shows here.
     if source.mark() != move.mark:
         return _out(
@@ -766,10 +793,10 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
     """
     if queries.owes_opening(move):
         return _stay(move, clock)
-    if move.rollback_requested_at is not None:
-        return _roll_back(move, clock)
     if (looked := _look(move, clock)) is not None:
         return looked
+    if move.rollback_requested_at is not None:
+        return _roll_back(move, clock)
     assert move.soak_until is not None
     left = (move.soak_until - clock()).total_seconds()
     if left > 0:
@@ -793,10 +820,15 @@ def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
     """Count what the tenant has touched since the cutover, and find late writes; None: not due."""
     now = clock()
     if move.stage == "":
-        if move.touched_at is not None and (now - move.touched_at).total_seconds() < LOOK_SECONDS:
+        # A look reads every stamp: a twentieth of the time at most, whatever the tenant's size.
+        every = max(LOOK_SECONDS, 20 * (move.scan_seconds or 0))
+        if move.touched_at is not None and (now - move.touched_at).total_seconds() < every:
             return None
         with holding(move):
             tenants.track(move.tenant, until=now + TRACKED)
+            if move.touched_at is not None:
+                # What runtimes served before the last look is counted in it.
+                tenants.forget_served(move.tenant, before=move.touched_at)
         return Wait(changes={"changed": 0, "done": 0, **_stage("touched")})
     try:
         with copying.both(move) as (source, target):
@@ -806,8 +838,9 @@ def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
     except (StoreRefused, copying.TablesLost) as refused:
         # The soak goes on: the tenant lives on the target. A rollback, or OFFBOARD, will say.
         note = f"Can't be looked at: {refused}"
+        said = move.events.order_by("-id").values_list("note", flat=True).first() == note
         changes = {"waiting_for": str(refused), "touched_at": now, **_stage("")}
-        return Wait(note="" if move.waiting_for == str(refused) else note, changes=changes)
+        return Wait(note="" if said else note, changes=changes)
 
 
 def _count_touched(
@@ -828,7 +861,11 @@ def _count_touched(
         "waiting_for": "",
         "changed": 0,
     }
-    if source.mark() != move.mark:
+    now, kept = Mark(source.mark()), Mark(move.mark)
+    if now.of_shared != kept.of_shared:
+        copying.report_late_shared(move, now, kept, clock)
+        changes["waiting_for"] = LATE_SHARED
+    if now.of_sessions != kept.of_sessions:
         return Wait(changes={**changes, "done": 0, **_stage("late")})
     return Wait(changes={**changes, **_stage("")})
 
@@ -843,15 +880,20 @@ def _find_late_writes(
         return Wait(changes={"changed": found, **_stage("late", swept.cursor)})
     changes: dict[str, Any] = {"changed": 0, **_stage("")}
     late = queries.late_writes(move).count()
-    if not found and not late:
-        if source.mark() == move.mark:
-            return Wait(changes=changes)
-        copying.report_late_shared(move, source, clock)
-        late = 1
     if not late:
-        # Every row that was written anew is equal: a restored or rewritten database.
-        changes["mark"] = source.mark()
-        return Wait(note="The source was rewritten, and is equal", changes=changes)
+        # Every row that was written anew is equal: a restored or rewritten database. What
+        # sessions were deleted there is found, and brought back, by VERIFY on the way back.
+        now, kept = Mark(source.mark()), Mark(move.mark)
+        changes["mark"] = f"{now.of_sessions}:{kept.of_shared}"
+        if now.of_sessions == kept.of_sessions:
+            return Wait(changes=changes)
+        what = "The source was rewritten, and is equal"
+        if not found:
+            what = (
+                f"Sessions were deleted at the closed {move.source_store}. A rollback brings back"
+            )
+            what += " those that the tenant still has"
+        return Wait(note=what, changes=changes)
     what = counted(late, "late write")
     alarm = f"{what} at the closed {move.source_store}: download both versions"
     return Wait(note=alarm if late != before else "", changes=changes)
@@ -887,6 +929,7 @@ def _roll_back(move: TenantMigration, clock: Clock) -> Outcome:
             "quote": quote.as_json(),
             "rollback_requested_at": None,
             "waiting_for": "",
+            "source_mark": move.mark,
             **dict.fromkeys(
                 (
                     "fence_version",
@@ -901,6 +944,8 @@ def _roll_back(move: TenantMigration, clock: Clock) -> Outcome:
             "deadline_held_by": "",
             **_stage(""),
         },
+        # Taken back while this step ran, it does not begin.
+        {"rollback_requested_at__isnull": False},
     )
 
 
@@ -926,7 +971,8 @@ def _stay(move: TenantMigration, clock: Clock) -> Outcome:
     if move.stage != "return":
         # First the store: a runtime that is told to accept must find it open.
         with copying.opened(move, move.target_store) as target:
-            target.take(mover=False, agents=True)
+            if _guards(move, target, str(move.target_store)):
+                target.take(mover=False, agents=True)
         now = clock()
         with holding(move) as row:
             if row.fence_opened_at is None:
@@ -962,6 +1008,8 @@ def _stay(move: TenantMigration, clock: Clock) -> Outcome:
             "soak_until": clock() + timedelta(seconds=move.soak_seconds),
             "touched": None,
             "touched_at": None,
+            "leave_requested_at": None,
+            "leave_requested_by": "",
             "changed": 0,
             # The new mark holds what somebody else wrote there meanwhile: it is looked for now.
             **_stage("late"),
@@ -988,7 +1036,7 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
         # one stays its user's state does (and is listed: this loop would never end).
         left = source.counts().sessions
         names = [f"{key.session_id} of {key.user_id}" for key, _ in source.page(START, LEFT_NAMED)]
-        if not left:
+        if not left and not queries.late_shared(move).filter(accepted_at=None).exists():
             while shared := source.shared_page(None, copying.CHUNK_MOST):
                 source.delete_shared([row.user_id for row in shared])
         source.take(mover=False, agents=False)
@@ -1087,7 +1135,7 @@ def machine(enqueue: Callable[[int, Any, float], None]) -> Machine:
         way_out=lambda move: way_out(Mode(move.mode), Phase(move.phase)),
         no_return=NO_RETURN,
         unpausable=UNPAUSABLE,
-        urgent=PROMPT,
+        urgent=lambda move: move.phase in PROMPT or queries.owes_opening(move),
         enqueue=enqueue,
         requests=("abort_requested_at", "pause_requested_at", "rollback_requested_at"),
         while_paused=_while_paused,

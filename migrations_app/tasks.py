@@ -44,7 +44,9 @@ def _walk(task: Task, pk: int) -> None:
             return
         phase, seconds = hints.pop()
         nap = seconds <= (NAP_SECONDS if own == "prompt" else 0.0)
-        if queue(phase) != own or not nap or time.monotonic() >= until:
+        # A rollback that was stopped leads from a fence to SOAK, which still has it to open.
+        stays = queue(phase) == own or (own == "prompt" and phase == Phase.SOAK)
+        if not stays or not nap or time.monotonic() >= until:
             enqueue(pk, phase, seconds)
             return
         time.sleep(seconds)

@@ -256,7 +256,8 @@ def _rollback_dialog(seen: Seen, now: datetime) -> Dialog:
         touched += " said they served."
     else:
         touched = f"{counted(move.touched or 0, 'session')} written, born or deleted on {target},"
-        touched += f" counted at {clock(move.touched_at, now)}."
+        touched += f" counted at {clock(move.touched_at, now)};"
+        touched += f" {queries.to_carry(move):,} with those that runtimes served since."
     if seen.soak_over(now):
         left = f"None: it is over. The copy on {source} is still there."
     elif move.soak_until is None:
@@ -468,7 +469,7 @@ def _offboard_dialog(seen: Seen, now: datetime) -> Dialog:
 
 def _leave_dialog(seen: Seen, now: datetime) -> Dialog:
     move = seen.move
-    if seen.phase == Phase.OFFBOARD:
+    if seen.phase in (Phase.SOAK, Phase.OFFBOARD):
         return Dialog(
             "leave_behind",
             f"End {move} and leave its copy on {move.source_store}?",

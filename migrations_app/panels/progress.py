@@ -275,7 +275,13 @@ def _track_status(seen: Seen, now: datetime) -> Status | None:
         of = f" of {duration(expected)} expected" if expected is not None else ""
         return Status("fenced", f"Fence closed {closed}{of}")
     if seen.opening_again:
-        return Status("live", f"Opening {move.target_store} again")
+        opened = move.fence_opened_at is not None
+        again = (
+            f"Recording {move.source_store} anew"
+            if opened
+            else f"Opening {move.target_store} again"
+        )
+        return Status("live", again)
     if seen.phase == Phase.SOAK and move.soak_until is not None:
         return Status("soak", f"Source kept closed until {clock(move.soak_until, now)}")
     if seen.phase == Phase.OFFBOARD:
@@ -480,7 +486,8 @@ PHASE_TITLES = {
 
 def _progress_title(seen: Seen) -> str:
     if seen.opening_again:
-        return "Opening the target again"
+        opened = seen.move.fence_opened_at is not None
+        return "Recording the source anew" if opened else "Opening the target again"
     if title := STAGE_TITLES.get((seen.phase, seen.move.stage)):
         return title
     if seen.phase == Phase.BACKFILL:

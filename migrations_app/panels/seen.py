@@ -196,7 +196,9 @@ class Seen:
         if move.failures:
             return Status("warn", "Retrying")
         if self.opening_again:
-            return Status("fenced" if self.fenced else "moving", "Opening the target again")
+            if self.fenced:
+                return Status("fenced", "Opening the target again")
+            return Status("moving", "Recording the source anew")
         if self.fenced or phase in FENCED:
             return Status("fenced", "Rolling back" if self.going_back else "Fenced")
         if self.rollback_waits:

@@ -91,38 +91,56 @@ class SharedRow(NamedTuple):
 
 
 class Mark:
-    """A digest over a tenant's stamps and shared state, whatever order they are met in.
+    """A digest over a tenant's stamps and one over its shared state, whatever order they come in.
 
-    The sums of the rows' digests: a sweep adds up row by row what a store adds up by itself
-    (`SessionStore.mark`), and the two are compared as text, up to 64 characters.
+    Sums of the rows' digests: a sweep adds up row by row what a store adds up by itself
+    (`SessionStore.mark`), and the two are compared as text, up to 128 characters.
     A state of '{}' counts as no row.
     """
 
     def __init__(self, text: str = "") -> None:
         """Begin, or go on from what an earlier step had added up."""
-        self._sums = [int(part, 16) for part in text.split(":")] if text else [0, 0, 0]
+        parts = [int(part, 16) for part in text.split(":")] if text else [0] * 6
+        self._sessions, self._shared = parts[:3], parts[3:]
 
     def session(self, key: Key, stamp: Stamp) -> None:
         """Add one session."""
-        self._add(f"s{_framed(key.user_id)}{_framed(key.session_id)}{stamp}")
+        text = f"s{_framed(key.user_id)}{_framed(key.session_id)}{stamp}"
+        self.add_sessions(*_summands(text))
 
     def shared(self, row: SharedRow) -> None:
         """Add one user's shared state, or the app's."""
         if row.state != "{}":
             whose = "a" if row.user_id is None else f"u{_framed(row.user_id)}"
-            self._add(whose + row.digest)
+            self.add_shared(*_summands(whose + row.digest))
 
-    def add_sums(self, count: int, first: int, second: int) -> None:
+    def add_sessions(self, count: int, first: int, second: int) -> None:
         """Add what a database has summed up: rows, first and second 64 bits of their digests."""
-        added = zip(self._sums, (count, first, second), strict=True)
-        self._sums = [(ours + theirs) % 2**64 for ours, theirs in added]
+        self._sessions = _added(self._sessions, (count, first, second))
 
-    def _add(self, text: str) -> None:
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-        self.add_sums(1, int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big"))
+    def add_shared(self, count: int, first: int, second: int) -> None:
+        """Add what a database has summed up of shared state."""
+        self._shared = _added(self._shared, (count, first, second))
+
+    @property
+    def of_sessions(self) -> str:
+        return ":".join(f"{part:x}" for part in self._sessions)
+
+    @property
+    def of_shared(self) -> str:
+        return ":".join(f"{part:x}" for part in self._shared)
 
     def __str__(self) -> str:
-        return ":".join(f"{part:x}" for part in self._sums)
+        return f"{self.of_sessions}:{self.of_shared}"
+
+
+def _summands(text: str) -> tuple[int, int, int]:
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return 1, int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
+
+
+def _added(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
+    return [(one + other) % 2**64 for one, other in zip(ours, theirs, strict=True)]
 
 
 def _framed(text: str) -> str:

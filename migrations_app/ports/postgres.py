@@ -233,31 +233,28 @@ class PostgresStore(PostgresGuard):
             return str(total)
         stamp = _STAMP.format(n="coalesce(c.n, 0)", x="coalesce(c.x, 0)")
         with self.transaction(f"{SNAPSHOT}; {WHOLE}"):
-            for [sums] in (
-                self.rows(
-                    _summed(
-                        f"'s' || {_framed('s.user_id')} || {_framed('s.id')} || {stamp}",
-                        "{sessions} s LEFT JOIN (SELECT user_id, session_id, count(*) AS n,"
-                        " sum(xmin::text::bigint) AS x FROM {events} WHERE app_name = %(app)s"
-                        " GROUP BY user_id, session_id) c"
-                        " ON c.user_id = s.user_id AND c.session_id = s.id"
-                        " WHERE s.app_name = %(app)s",
-                    )
-                ),
-                self.rows(
-                    _summed(
-                        f"'u' || {_framed('t.user_id')} || {_SHARED_DIGEST}",
-                        "{user_states} t WHERE t.app_name = %(app)s AND t.state::text <> '{{}}'",
-                    )
-                ),
-                self.rows(
-                    _summed(
-                        f"'a' || {_SHARED_DIGEST}",
-                        "{app_states} t WHERE t.app_name = %(app)s AND t.state::text <> '{{}}'",
-                    )
-                ),
+            [sums] = self.rows(
+                _summed(
+                    f"'s' || {_framed('s.user_id')} || {_framed('s.id')} || {stamp}",
+                    "{sessions} s LEFT JOIN (SELECT user_id, session_id, count(*) AS n,"
+                    " sum(xmin::text::bigint) AS x FROM {events} WHERE app_name = %(app)s"
+                    " GROUP BY user_id, session_id) c"
+                    " ON c.user_id = s.user_id AND c.session_id = s.id"
+                    " WHERE s.app_name = %(app)s",
+                )
+            )
+            total.add_sessions(*map(int, sums))
+            for table, whose in (
+                ("user_states", f"'u' || {_framed('t.user_id')}"),
+                ("app_states", "'a'"),
             ):
-                total.add_sums(*map(int, sums))
+                [sums] = self.rows(
+                    _summed(
+                        f"{whose} || {_SHARED_DIGEST}",
+                        f"{{{table}}} t WHERE t.app_name = %(app)s AND t.state::text <> '{{{{}}}}'",
+                    )
+                )
+                total.add_shared(*map(int, sums))
         return str(total)
 
     # --- writing -------------------------------------------------------------------------

@@ -60,6 +60,7 @@ from tenants.services.people import (
 from tenants.services.publishing import (
     NotHere,
     PlacementChanged,
+    forget_served,
     hurry,
     place,
     publish,
@@ -126,6 +127,7 @@ __all__ = [
     "check_running",
     "confirm_dead",
     "declare_dead",
+    "forget_served",
     "grant_role",
     "halt",
     "hurry",

@@ -14,6 +14,7 @@ from tenants.domain.fence import Accepts
 from tenants.models import (
     Cell,
     Counter,
+    DirtyLine,
     Placement,
     PlacementChange,
     PolicyEntry,
@@ -22,6 +23,9 @@ from tenants.models import (
     Tenant,
 )
 from tenants.services.rows import assert_in_transaction, lock_cells, lock_counter
+
+# Rows of one statement: what a look of a busy tenant's soak may hold up.
+FORGOTTEN_AT_ONCE = 10_000
 
 
 class NotHere(Refused):
@@ -128,6 +132,15 @@ def track(tenant: Tenant, *, until: datetime) -> None:
     Tenant.objects.filter(Q(tracked_until=None) | Q(tracked_until__lt=until), pk=tenant.pk).update(
         tracked_until=until
     )
+
+
+def forget_served(tenant: Tenant, *, before: datetime) -> None:
+    """Drop a bounded part of what was reported as served of the tenant before then.
+
+    A soak tracks its tenant for days; the sweep takes only whoever is not tracked any more.
+    """
+    lines = DirtyLine.objects.filter(tenant=tenant, at__lt=before)[:FORGOTTEN_AT_ONCE]
+    DirtyLine.objects.filter(pk__in=list(lines.values_list("pk", flat=True))).delete()
 
 
 def own(

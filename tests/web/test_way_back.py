@@ -63,8 +63,11 @@ def test_what_was_not_looked_at_yet_is_said(moving: Moving, people: People) -> N
     assert "Touched since the cutover not looked at yet" in text_of(page(people.viewer, move))
 
 
-def test_a_fence_over_its_budget_asks_for_a_larger_one(moving: Moving, people: People) -> None:
+def test_a_fence_over_its_budget_asks_for_a_larger_one(
+    moving: Moving, people: People, guarded: Callable[[TenantMigration], None]
+) -> None:
     move = moving(Phase.SOAK, touched=40_000, sessions=40_000)
+    guarded(move)
     assert "the fence may take longer than 2m 30s at worst" in dialog(people, "rollback", move)
     url, form = reverse("rollback", args=[move.pk]), {"reason": "slow", "seen": "soak"}
     assert people.operator.post(url, form, headers=HTMX).status_code == 409

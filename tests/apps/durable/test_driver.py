@@ -31,7 +31,7 @@ def machine(step: Step, **changes: Any) -> driver.Machine:
         "way_out": lambda row: Phase.REOPEN if Phase.REOPEN in TABLE[Phase(row.phase)] else None,
         "no_return": NO_RETURN,
         "unpausable": UNPAUSABLE,
-        "urgent": PROMPT,
+        "urgent": lambda row: row.phase in PROMPT,
         "enqueue": lambda pk, phase, seconds: None,
     }
     return driver.Machine(**parts | changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -34,8 +35,9 @@ def columns(move: TenantMigration) -> dict[str, Any]:
 
 
 def test_a_rollback_is_a_dry_run_until_it_is_said_otherwise(
-    soaking: TenantMigration, operator: Any
+    soaking: TenantMigration, operator: Any, guarded: Callable[[TenantMigration], None]
 ) -> None:
+    guarded(soaking)
     before, audited = columns(soaking), AuditEntry.objects.count()
     path = f"/ops/moves/{soaking.pk}/rollback"
     answer = operator.post(path, {"reason": "slow since the cutover"})
