@@ -8,12 +8,10 @@ refusal that would come, and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from django.db import transaction
 from django.http import HttpRequest, StreamingHttpResponse
 from django.http.response import HttpResponseBase
 from ninja import Router, Schema, Status
@@ -487,20 +485,11 @@ def leave_behind(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
     return _act(request, pk, services.leave_behind, body)
 
 
-class _OnlyTold(Exception):
-    """Leaves the transaction of a dry run, so that nothing of it stays."""
-
-
 def _perhaps(
     request: HttpRequest, pk: int, verb: Any, body: DryIn, **details: Any
 ) -> dict[str, Any]:
     """Carry out a verb; of a dry run nothing stays, and it is refused like the act itself."""
-    if not body.dry_run:
-        return _act(request, pk, verb, body, **details)
-    with suppress(_OnlyTold), transaction.atomic():
-        _act(request, pk, verb, body, **details)
-        raise _OnlyTold
-    return _out(_move(pk))
+    return _act(request, pk, verb, body, dry_run=body.dry_run, **details)
 
 
 def _act(request: HttpRequest, pk: int, verb: Any, body: ActIn, **details: Any) -> dict[str, Any]:
@@ -540,13 +529,13 @@ def _out(move: TenantMigration) -> dict[str, Any]:
         "aborting": move.abort_requested_at is not None and move.ended_at is None,
         "rolling_back": move.phase in REVERSED or move.rollback_requested_at is not None,
         "late_writes": queries.late_writes(move).filter(accepted_at=None).count(),
-        "past_fences": [_fence(entry, index) for index, entry in enumerate(move.past_fences)],
+        "past_fences": [_fence(entry) for entry in move.past_fences],
     }
 
 
-def _fence(entry: dict[str, Any], index: int) -> dict[str, Any]:
+def _fence(entry: dict[str, Any]) -> dict[str, Any]:
     return {
-        "back": index > 0,
+        "back": entry["back"],
         "closed_at": entry["fence_closed_at"],
         "opened_at": entry["fence_opened_at"],
         "expected": entry["quote"].get("expected"),

@@ -265,7 +265,8 @@ def _measured(move: TenantMigration, surveys: tuple[Survey, Survey]) -> _Rates:
     changed = mine.changed_at_drain if mine else None
     if last is None:
         return _Rates("assumed: no move between such stores was measured yet", changed=changed)
-    looks = (last.scan_seconds or 0.0) + (last.mark_seconds or 0.0)
+    # As `queries.fence_quote` counts them.
+    looks = 2 * (last.scan_seconds or 0.0) + (last.mark_seconds or 0.0)
     return _Rates(
         f"measured by {last} {where}",
         copy=last.copy_rate,
@@ -293,7 +294,7 @@ def _fence(
         copy_rate=rates.copy,
         verify_rate=rates.verify,
         shared_rate=rates.shared,
-        scan_seconds=2 * rates.scan * source.sessions,
+        scan_seconds=rates.scan * source.sessions,
     )
 
 

@@ -22,6 +22,8 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
     """Work out how long the next fence of `move` would stay closed if it closed at `now`."""
     changed = to_copy(move)
     home = move.target_cell if goes_back(move) else move.source_cell
+    # On the way back the written side's mark is compared with our own list too.
+    back = (move.scan_seconds or 0) + (move.mark_seconds or 0) if goes_back(move) else 0.0
     return quote(
         changed=changed,
         # Without proof by stamp every session is compared inside the fence.
@@ -34,7 +36,7 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
         shared_rate=move.shared_rate,
         # DELTA reads the source's stamps and adds up its mark, VERIFY reads the target's; the mark
         # is taken once more at the end.
-        scan_seconds=2 * (move.scan_seconds or 0) + (move.mark_seconds or 0),
+        scan_seconds=2 * (move.scan_seconds or 0) + (move.mark_seconds or 0) + back,
     )
 
 

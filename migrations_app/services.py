@@ -377,6 +377,7 @@ def rollback(
     now: datetime,
     budget_seconds: float | None = None,
     seen: str | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Ask for the way back: the tenant lives on the source again, with all that it wrote since.
 
@@ -386,7 +387,8 @@ def rollback(
     _require(reason)
     if move.phase == Phase.SOAK and (red := way_back(move, now=now)):
         raise NotReadyToMove(" ".join(f"{c.name}: {c.detail}" for c in red) + " Nothing changed.")
-    with _asking(move, "rollback", seen=seen, by=by, reason=reason, now=now) as row:
+    asking = _asking(move, "rollback", seen=seen, by=by, reason=reason, now=now, dry_run=dry_run)
+    with asking as row:
         if row.phase in REVERSED or row.phase == Phase.ROLLED_BACK:
             raise NotNow(f"{row} is in {row.phase.upper()}: it was rolled back already.")
         if row.phase != Phase.SOAK:
@@ -437,10 +439,14 @@ def confirm_offboard(
     reason: str,
     now: datetime,
     seen: str | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Let OFFBOARD delete the source's copy when SOAK is over. `typed` is the tenant's slug."""
     _require(reason)
-    with _asking(move, "confirm_offboard", seen=seen, by=by, reason=reason, now=now) as row:
+    asking = _asking(
+        move, "confirm_offboard", seen=seen, by=by, reason=reason, now=now, dry_run=dry_run
+    )
+    with asking as row:
         if row.phase != Phase.SOAK:
             raise NotNow(f"{row} is in {row.phase.upper()}: deleting is confirmed in SOAK.")
         if typed != row.tenant.slug:
@@ -511,12 +517,20 @@ REQUESTS = (
 
 @contextmanager
 def _asking(
-    move: TenantMigration, verb: str, *, seen: str | None, by: str, reason: str, now: datetime
+    move: TenantMigration,
+    verb: str,
+    *,
+    seen: str | None,
+    by: str,
+    reason: str,
+    now: datetime,
+    dry_run: bool = False,
 ) -> Iterator[TenantMigration]:
     """One transaction around a request: lock the row, compare the phase, save, log, audit.
 
     Only columns of REQUESTS are written, so a request never undoes what a worker
-    settled; the worker's next claim, at most seconds away, answers it.
+    settled; the worker's next claim, at most seconds away, answers it. A dry run is refused
+    like the act, and nothing of it stays.
     """
     _storable(reason)
     with transaction.atomic():
@@ -549,6 +563,7 @@ def _asking(
             before={name: _plain(before[name]) for name in changed} | {"phase": row.phase},
             after={name: _plain(value) for name, value in changed.items()},
         )
+        transaction.set_rollback(dry_run)
     move.refresh_from_db()
 
 

@@ -51,7 +51,6 @@ from tenants.domain.words import counted, duration, limit
 
 # A red preparation is looked at again this often, and a wait for a person.
 LOOK_AGAIN_SECONDS = 5.0
-SOAK_LOOK_SECONDS = 60.0
 LATE_SHARED = "late shared state at the closed source to be settled"
 # How often SOAK counts what a rollback would carry back, and looks for late writes.
 LOOK_SECONDS = 60.0
@@ -539,7 +538,7 @@ def _await_proof(move: TenantMigration, clock: Clock) -> Outcome | None:
         proof = tenants_queries.fence_proof(
             copying.way(move).from_cell, move.tenant, move.fence_version, now=now
         )
-        if proof.drained and _accept(move, proof.lapsed, now):
+        if proof.drained and _keep_proof(move, proof.lapsed, now):
             return None
         waited = (now - move.fence_closed_at).total_seconds()
         if waited > move.drain_bound_seconds:
@@ -555,7 +554,7 @@ def _await_proof(move: TenantMigration, clock: Clock) -> Outcome | None:
         time.sleep(POLL_SECONDS)
 
 
-def _accept(move: TenantMigration, lapsed: Sequence[int], now: Any) -> bool:
+def _keep_proof(move: TenantMigration, lapsed: Sequence[int], now: Any) -> bool:
     """Settle the proof: exactly the instances that it counted as lapsed are gone from now on."""
     with holding(move) as row:
         if not tenants.mark_lapsed(lapsed, now=now):
@@ -800,7 +799,7 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
     assert move.soak_until is not None
     left = (move.soak_until - clock()).total_seconds()
     if left > 0:
-        return Wait(min(left, SOAK_LOOK_SECONDS))
+        return Wait(min(left, LOOK_SECONDS))
     if move.offboard_automatically or move.offboard_confirmed_at:
         return Go(
             Phase.OFFBOARD,
@@ -861,10 +860,14 @@ def _count_touched(
         "waiting_for": "",
         "changed": 0,
     }
+    if not move.mark:
+        # Moved by an earlier release, whose marks say nothing to this one.
+        return Wait(changes={**changes, "mark": source.mark(), **_stage("")})
     now, kept = Mark(source.mark()), Mark(move.mark)
     if now.of_shared != kept.of_shared:
         copying.report_late_shared(move, now, kept, clock)
-        changes["waiting_for"] = LATE_SHARED
+        if queries.late_shared(move).filter(accepted_at=None).exists():
+            changes["waiting_for"] = LATE_SHARED
     if now.of_sessions != kept.of_sessions:
         return Wait(changes={**changes, "done": 0, **_stage("late")})
     return Wait(changes={**changes, **_stage("")})
@@ -873,13 +876,14 @@ def _count_touched(
 def _find_late_writes(
     move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
 ) -> Wait:
-    before = queries.late_writes(move).count()
+    late_sessions = queries.late_writes(move).exclude(session_id="")
+    before = late_sessions.count()
     swept, found = copying.find_late_writes(move, source, target, timer=Timer(), clock=clock)
     found += move.changed
     if not swept.finished:
         return Wait(changes={"changed": found, **_stage("late", swept.cursor)})
     changes: dict[str, Any] = {"changed": 0, **_stage("")}
-    late = queries.late_writes(move).count()
+    late = late_sessions.count()
     if not late:
         # Every row that was written anew is equal: a restored or rewritten database. What
         # sessions were deleted there is found, and brought back, by VERIFY on the way back.
@@ -982,12 +986,25 @@ def _stay(move: TenantMigration, clock: Clock) -> Outcome:
                 row.cursor_user = row.cursor_session = ""
                 # Asked of the way back, and answered by this.
                 row.abort_requested_at, row.abort_requested_by, row.abort_reason = None, "", ""
-                row.save()
+                row.save(
+                    update_fields=[
+                        "fence_opened_at",
+                        "stage",
+                        "cursor_user",
+                        "cursor_session",
+                        "abort_requested_at",
+                        "abort_requested_by",
+                        "abort_reason",
+                    ]
+                )
         return Wait(
             note=f"{move.tenant} is open on {move.target_store}",
             changes={**_stage("return"), "waiting_for": ""},
         )
     if move.leave_requested_at is not None:
+        if move.pause_requested_at is not None:
+            # A pause keeps the move out of OFFBOARD.
+            return Wait(1.0)
         return Go(Phase.OFFBOARD, f"{move.source_store} is given up", _stage(""))
     with copying.both(move) as (source, target):
         source.take(mover=False, agents=False)

@@ -156,14 +156,18 @@ def _closed_home(rows: Mapping[str, GuardRow], silent: Collection[str]) -> tuple
     """Return the one closed store that may be opened, where agents may write at none.
 
     Inside a fence both sides are closed, and the mover writes the copy: so the newest move's
-    side that it does not write is whole. While a store is silent nobody can say that: the
-    tenant may live there.
+    side that it does not write is whole. Where that is both of them (a fence just closed, on the
+    way back) the one that was closed last, under the higher claim, is the home: the other has
+    been closed since the cutover. While a store is silent nobody can say that: the tenant may
+    live there.
     """
     if silent or not rows:
         return ()
     newest = max(row.move for row in rows.values())
-    whole = [key for key, row in rows.items() if row.move == newest and not row.mover]
-    return (whole[0],) if len(whole) == 1 else ()
+    whole = {key: row for key, row in rows.items() if row.move == newest and not row.mover}
+    last = max((row.claim for row in whole.values()), default=0)
+    homes = [key for key, row in whole.items() if row.claim == last]
+    return (homes[0],) if len(homes) == 1 else ()
 
 
 def _named(move: int, says: Says) -> str:

@@ -12,6 +12,7 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from migrations_app import ports
+from migrations_app.domain.mismatch import Looks
 from migrations_app.models import Mismatch, TenantMigration
 from migrations_app.ports.base import Key, SessionStore
 from tenants.models import Store
@@ -122,6 +123,10 @@ def _version(row: Mismatch, source: Side, target: Side) -> dict[str, Any]:
     }
 
 
+# Users whose shared state is read at once.
+SHARED_PAGE = 2_000
+
+
 @contextmanager
 def _both(move: TenantMigration) -> Iterator[tuple[SessionStore, SessionStore]]:
     with _open(move.source_store, move) as source, _open(move.target_store, move) as target:
@@ -135,8 +140,31 @@ def _open(store: Store, move: TenantMigration) -> Any:
 def _read(sides: tuple[SessionStore, SessionStore], mismatch: Mismatch) -> tuple[Side, Side]:
     if mismatch.session_id:
         return ports.sessions_of_both(*sides, Key(mismatch.user_id, mismatch.session_id))
+    if mismatch.looks_like == Looks.LATE_WRITE and mismatch.part == "app":
+        return _late_shared(sides)
     source, target = (_shared(port, mismatch.user_id or None) for port in sides)
     return source, target
+
+
+def _late_shared(sides: tuple[SessionStore, SessionStore]) -> tuple[Side, Side]:
+    """Return the shared state that differs, of the app ("") and of each user, on both sides.
+
+    No stamp tells whose state came in late, so whoever the tenant has changed since is among it.
+    """
+    source, target = (_all_shared(port) for port in sides)
+    names = [name for name in source.keys() | target.keys() if source.get(name) != target.get(name)]
+    return tuple({name: side.get(name) for name in sorted(names)} for side in (source, target))  # type: ignore[return-value]
+
+
+def _all_shared(port: SessionStore) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    after: str | None = None
+    while rows := port.shared_page(after, SHARED_PAGE):
+        found |= {row.user_id or "": json.loads(row.state) for row in rows}
+        after = rows[-1].user_id or ""
+        if len(rows) < SHARED_PAGE:
+            break
+    return found
 
 
 def _shared(port: SessionStore, user: str | None) -> Side:
