@@ -381,6 +381,26 @@ def test_a_lost_fence_is_opened_on_its_source_and_nowhere_else(both: World, phas
     assert both.target.count(APP) == 12
 
 
+@pytest.mark.parametrize("phase", [Phase.REVERSE_DELTA, Phase.REVERSE_VERIFY])
+def test_a_fence_lost_on_the_way_back_is_opened_on_the_target(both: World, phase: Phase) -> None:
+    """Both sides are closed and, right behind the drain, neither is written: the last closed one
+    is where the tenant lived, and the only one that has all of it."""
+    both.start(soak_seconds=86_400.0, offboard_automatically=False)
+    both.run(until=Phase.SOAK)
+    backup = Backup()
+    both.target.turn(APP, "u-1", "s-1", "after-the-cutover")
+    services.rollback(both.move, by="ada", reason="slow", now=both.clock())
+    both.run(until=phase)
+    backup.restore()
+    assert writable(both) == []
+    compare(both)
+    assert RestoreFinding.objects.get().homes == ["store-eu1-b"]
+    settle(both, both.cast.other_store, both.cast.other_cell)
+    assert writable(both) == ["target"]
+    assert both.owner() == [("cell-eu1-b", "all")]
+    assert came_along(both, "after-the-cutover", both.target)
+
+
 def test_of_two_open_sides_the_other_one_closes(both: World) -> None:
     """The source's database was restored too, to before its guard row was there."""
     backup = Backup()
