@@ -195,6 +195,29 @@ def test_a_changed_value_is_listed_and_accepted(across: World) -> None:
     assert across.move.mismatches.get().accepted_by == "ada"
 
 
+@only("sqlite to postgresql")
+def test_an_accepted_value_that_is_copied_again_stays_accepted_and_lets_the_fence_close(
+    across: World,
+) -> None:
+    spoil(across, '{"a": -0.0}')
+    across.start(automatic=False, offboard_automatically=False)
+    mismatch = meets(across, resolved_at=None)
+    accept(across, mismatch)
+    asked = {"mismatch_ids": [mismatch.pk], "by": "ada", "now": across.clock()}
+    assert services.recopy(across.move, **asked) == 1
+    for _ in range(20):
+        across.step()
+    mismatch.refresh_from_db()
+    # Copying again doesn't change what PostgreSQL makes of it: said once, not for ever.
+    assert mismatch.repair_requested_at is None
+    assert mismatch.accepted_by == "ada"
+    repaired = [event for event in across.move.events.all() if "repaired" in event.note]
+    assert len(repaired) <= 1
+    assert across.move.waiting_for == "somebody to start the drain"
+    services.close_fence(across.move, by="ada", reason="x", now=across.clock())
+    across.run(until=Phase.SOAK)
+
+
 @only("adk-sqlite to postgresql")
 def test_shared_state_that_the_target_cannot_hold_stops_the_cutover(across: World) -> None:
     across.start(offboard_automatically=False)

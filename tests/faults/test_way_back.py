@@ -37,7 +37,7 @@ def moved(world: World, **options: object) -> Content:
 def look(world: World) -> TenantMigration:
     """Let SOAK's next look go by."""
     since = world.move.touched_at
-    for _ in range(10):
+    for _ in range(60):
         world.step()
         if world.move.touched_at != since and world.move.stage == "":
             return world.move

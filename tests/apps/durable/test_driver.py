@@ -15,6 +15,7 @@ from django.db import IntegrityError, connections, transaction
 from durable import driver
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Overtaken, Wait
+from migrations_app import services
 from migrations_app.domain.phases import NO_RETURN, PROMPT, TABLE, UNPAUSABLE, Phase
 from migrations_app.models import TenantMigration
 from tests import make
@@ -212,6 +213,53 @@ def test_the_edge_into_the_point_of_no_return_looks_for_a_request_once_more(
     driver.advance(machine(step), row.pk, clock=lambda: now)
     row.refresh_from_db()
     assert (row.phase, row.due_at) == (Phase.VERIFY, now)
+
+
+def test_an_edge_is_void_whose_request_was_taken_back_while_its_step_ran(
+    row: TenantMigration, now: datetime
+) -> None:
+    asked = {"drain_requested_at__isnull": False}
+    rows = TenantMigration.objects.filter(pk=row.pk)
+    rows.update(phase=Phase.BACKFILL, drain_requested_at=now)
+
+    def step(row: Any, clock: driver.Clock) -> Outcome:
+        rows.update(drain_requested_at=None)
+        return Go(Phase.DRAIN, "the fence closes", {"quote": {"expected": 1}}, asked)
+
+    driver.advance(machine(step), row.pk, clock=lambda: now)
+    row.refresh_from_db()
+    assert (row.phase, row.quote, row.events.count()) == (Phase.BACKFILL, {}, 0)
+    # Given back, and looked at again at once.
+    assert (row.claim, row.settled, row.due_at) == (1, 1, now)
+    rows.update(drain_requested_at=now)
+    driver.advance(machine(lambda *_: Go(Phase.DRAIN, requires=asked)), row.pk, clock=lambda: now)
+    row.refresh_from_db()
+    assert row.phase == Phase.DRAIN
+
+
+@pytest.mark.parametrize(
+    ("phase", "rest"), [(Phase.BACKFILL, 86_400.0), (Phase.SOAK, 60.0)], ids=["paced", "soak"]
+)
+def test_a_request_made_while_a_step_runs_is_not_kept_waiting_for_its_rest(
+    row: TenantMigration, now: datetime, phase: Phase, rest: float
+) -> None:
+    TenantMigration.objects.filter(pk=row.pk).update(phase=phase)
+    asked: list[Any] = []
+
+    def step(row: Any, clock: driver.Clock) -> Outcome:
+        if not asked:
+            asked.append(TenantMigration.objects.get(pk=row.pk))
+            services.pause(asked[0], by="ada", reason="wait", now=now)
+            services.resume(asked[0], by="ada", now=now)
+        return Wait(rest, changes={"done": 1})
+
+    driver.advance(machine(step), row.pk, clock=lambda: now)
+    row.refresh_from_db()
+    assert (row.due_at, row.done) == (now, 1)
+    # Nobody asked for anything this time: its own change of the row is none.
+    driver.advance(machine(step), row.pk, clock=lambda: now)
+    row.refresh_from_db()
+    assert row.due_at == now + timedelta(seconds=rest)
 
 
 def test_a_paused_row_does_not_step(row: TenantMigration, now: datetime) -> None:
