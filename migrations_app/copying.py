@@ -799,7 +799,9 @@ def remove_gone(
     page of our own list (cursor_session holds the last id). Where that list is as long as the
     sweep before counted sessions, nothing is gone: each of those is on it.
     """
-    if not move.cursor_session and move.stamps.count() == move.done:
+    # On the way back a late birth that was passed by would stand for one that is gone.
+    counted = move.phase not in REVERSED and not move.cursor_session
+    if counted and move.stamps.count() == move.done:
         return Swept(Key("", ""), 0, finished=True)
     last = int(move.cursor_session or 0)
     passed = 0

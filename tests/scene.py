@@ -7,12 +7,15 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import pytest
 from django.contrib.auth.hashers import make_password
 from django.contrib.auth.models import Group, User
 from django.db import transaction
 
+from migrations_app import ports
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import ENDED, FENCED, REVERSED, Phase
 from migrations_app.domain.quote import quote
@@ -175,6 +178,22 @@ def move(
     if entered.get(Phase.BACKFILL):
         _samples(row, entered[Phase.BACKFILL], entered.get(Phase.DRAIN, now))
     return row
+
+
+def guard_stores(move: TenantMigration, *, folder: Path, environment: pytest.MonkeyPatch) -> None:
+    """Give both stores of a move a real file, under the guard row that the move made there."""
+    for store in (move.source_store, move.target_store):
+        variable = store.address_from.removeprefix("env:")
+        environment.setenv(variable, f"sqlite:///{folder}/{store.key}.db")
+        with ports.open_store(
+            store.kind,
+            store.address_from,
+            app_name=move.tenant.app_name,
+            move=move.pk,
+            claim=move.claim,
+        ) as port:
+            port.provision()
+            port.adopt(None, mover=False, agents=store == move.target_store)
 
 
 def close_entry(row: TenantMigration) -> None:

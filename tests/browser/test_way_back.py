@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
@@ -85,9 +86,14 @@ def test_the_filter_narrows_without_a_reload_and_polls_keep_it(
 
 
 def test_a_rollback_is_asked_for_in_its_dialog_and_is_on_screen(
-    here: make.Cast, at: datetime, windows: Windows
+    here: make.Cast,
+    at: datetime,
+    windows: Windows,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     move = scene.move(here, Phase.SOAK, now=at)
+    scene.guard_stores(move, folder=tmp_path, environment=monkeypatch)
     page = windows().open(f"/moves/mv-{move.pk}/")
     page.locator(f"#act-{move}-rollback").click()
     expect(page.locator("#dialog")).to_contain_text("Roll acme back to store-eu1-a?")

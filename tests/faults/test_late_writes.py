@@ -324,3 +324,18 @@ def test_a_rollback_that_waits_still_looks_for_late_writes(files: World) -> None
     files.clock.pass_by(61)
     assert look(files).touched == 4
     assert queries.late_writes(files.move).get().session_id == "s-3"
+
+
+def test_a_deletion_on_the_target_is_carried_back_beside_a_late_birth(both: World) -> None:
+    content = moved(both)
+    look(both)
+    roll_back(both)
+    both.run(until=Phase.REVERSE_DRAIN)
+    with both.late() as connection:
+        both.source.add_session(connection, APP, "u-3", "s-born", 2)
+    run_until_it_waits(both, "mismatch")
+    accept(both)
+    both.run()
+    assert_home(both, content, "accepted")
+    # s-2, which the tenant deleted, was never written late.
+    assert not both.move.mismatches.filter(session_id="s-2").exists()

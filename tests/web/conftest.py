@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 from django.test import Client
 
 from durable.clock import database_now
-from migrations_app import ports
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from tenants.domain.roles import Role
@@ -100,19 +100,4 @@ def polled(html: str, url: str) -> str:
 @pytest.fixture
 def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[TenantMigration], None]:
     """Give both stores of a move a real file, under the guard row that the move made there."""
-
-    def guard(move: TenantMigration) -> None:
-        for store in (move.source_store, move.target_store):
-            variable = store.address_from.removeprefix("env:")
-            monkeypatch.setenv(variable, f"sqlite:///{tmp_path}/{store.key}.db")
-            with ports.open_store(
-                store.kind,
-                store.address_from,
-                app_name=move.tenant.app_name,
-                move=move.pk,
-                claim=move.claim,
-            ) as port:
-                port.provision()
-                port.adopt(None, mover=False, agents=store == move.target_store)
-
-    return guard
+    return partial(scene.guard_stores, folder=tmp_path, environment=monkeypatch)

@@ -34,9 +34,11 @@ GUARDED = {
     for _, pattern in _patterns()
     if getattr(pattern.callback, "login_required", True)
 }
-NEEDS_OPERATOR = sorted(
-    name for name, pattern in GUARDED.items() if pattern.callback.access == Role.OPERATOR
+NEEDS_OPERATOR, NEEDS_ADMIN = (
+    sorted(name for name, pattern in GUARDED.items() if pattern.callback.access == role)
+    for role in (Role.OPERATOR, Role.ADMIN)
 )
+ACTS = NEEDS_OPERATOR + NEEDS_ADMIN
 
 
 def _address(name: str, move: TenantMigration) -> str:
@@ -79,15 +81,21 @@ def test_somebody_without_a_role_sees_nothing(
     assert people.nobody.post(_address(name, move)).status_code in (403, 405)
 
 
-@pytest.mark.parametrize("name", sorted(set(GUARDED) - set(NEEDS_OPERATOR)))
+@pytest.mark.parametrize("name", sorted(set(GUARDED) - set(ACTS)))
 def test_a_viewer_sees_what_is_not_an_act(name: str, people: People, move: TenantMigration) -> None:
     assert people.viewer.get(_address(name, move)).status_code == 200
 
 
-@pytest.mark.parametrize("name", NEEDS_OPERATOR)
-def test_a_viewer_may_not_act(name: str, people: People, move: TenantMigration) -> None:
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [(name, "viewer") for name in ACTS] + [(name, "operator") for name in NEEDS_ADMIN],
+)
+def test_whoever_has_too_little_a_role_may_not_act(
+    name: str, role: str, people: People, move: TenantMigration
+) -> None:
     before = AuditEntry.objects.count()
-    for method in (people.viewer.get, people.viewer.post):
+    browser = getattr(people, role)
+    for method in (browser.get, browser.post):
         answer = method(_address(name, move), {"reason": "curious"})
         assert answer.status_code in (403, 405)
     assert AuditEntry.objects.count() == before

@@ -275,7 +275,7 @@ def test_the_mark_stays_while_nothing_of_the_tenant_changes(source: Place) -> No
         with source.connect() as agent:
             places.put_event(agent, BOLT, "u0", "s0", "new", second=9)
         assert store.mark() == before
-        assert len(before) <= 64
+        assert len(before) <= 128
 
 
 def test_the_mark_is_what_a_sweep_adds_up_row_by_row(source: Place) -> None:
