@@ -32,6 +32,8 @@ STEP_SECONDS = 2.0
 FENCED_STEP_SECONDS = 5.0
 # Keys read at once: some 45 ms of aggregation at 20 events each.
 PAGE = 2_000
+# With the fence closed nobody of the tenant waits for a page, only the fence does.
+FENCED_PAGE = 20_000
 # One chunk is one transaction on the target. It aims at this long: on SQLite a longer
 # snapshot makes live turns wait for the file, and a killed worker repeats at most this.
 CHUNK_SECONDS = 0.4
@@ -231,6 +233,7 @@ def sweep(
     needs: Callable[[Sequence[tuple[Key, Stamp]]], set[Key]],
     work: Callable[[Sequence[Key]], None],
     chunk: int,
+    page_size: int = PAGE,
     mark: Mark | None = None,
 ) -> Swept:
     """Walk the source's sessions from the move's cursor; give those that need it to `work`.
@@ -249,12 +252,12 @@ def sweep(
         # One page at least: a store that answers slower than a step is long still gets on.
         if not exhausted and waiting < chunk and (not timer.out or not (pending or passed)):
             with meter.timing("scan", 0):
-                page = source.page(read, PAGE)
+                page = source.page(read, page_size)
                 wanted = needs(page) if page else set()
             meter.count["scan"] = meter.count.get("scan", 0) + len(page)
             pending += [(key, stamp, key in wanted) for key, stamp in page]
             read = page[-1][0] if page else read
-            exhausted = len(page) < PAGE
+            exhausted = len(page) < page_size
             continue
         prefix = _prefix(pending, chunk)
         if prefix:

@@ -9,7 +9,7 @@ from typing import Any
 
 from django.db.models import Q
 
-from migrations_app import ports
+from migrations_app import ports, queries
 from migrations_app.domain import throttle
 from migrations_app.domain.phases import ENDED, Phase
 from migrations_app.domain.quote import ASSUMED_RATE, Quote, quote
@@ -265,8 +265,7 @@ def _measured(move: TenantMigration, surveys: tuple[Survey, Survey]) -> _Rates:
     changed = mine.changed_at_drain if mine else None
     if last is None:
         return _Rates("assumed: no move between such stores was measured yet", changed=changed)
-    # As `queries.fence_quote` counts them.
-    looks = 2 * (last.scan_seconds or 0.0) + (last.mark_seconds or 0.0)
+    looks = queries.reading_seconds(last)
     return _Rates(
         f"measured by {last} {where}",
         copy=last.copy_rate,

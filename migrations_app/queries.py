@@ -22,8 +22,6 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
     """Work out how long the next fence of `move` would stay closed if it closed at `now`."""
     changed = to_copy(move)
     home = move.target_cell if goes_back(move) else move.source_cell
-    # On the way back the written side's mark is compared with our own list too.
-    back = (move.scan_seconds or 0) + (move.mark_seconds or 0) if goes_back(move) else 0.0
     return quote(
         changed=changed,
         # Without proof by stamp every session is compared inside the fence.
@@ -34,15 +32,25 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
         copy_rate=move.copy_rate,
         verify_rate=move.verify_rate,
         shared_rate=move.shared_rate,
-        # DELTA reads the source's stamps and adds up its mark, VERIFY reads the target's; the mark
-        # is taken once more at the end.
-        scan_seconds=2 * (move.scan_seconds or 0) + (move.mark_seconds or 0) + back,
+        scan_seconds=reading_seconds(move, back=goes_back(move)),
     )
 
 
 def goes_back(move: TenantMigration) -> bool:
     """Return whether the next fence of the move is the way back's."""
     return move.phase == Phase.SOAK or move.phase in REVERSED
+
+
+def reading_seconds(move: TenantMigration, *, back: bool = False) -> float:
+    """Return how long a fence reads stamps, by what was measured in BACKFILL.
+
+    DELTA reads the source's, in pages as long as a mark where nobody but the fence waits for
+    them, VERIFY the target's; the mark is taken once more at the end. On the way back the
+    written side's mark is compared with our own list too.
+    """
+    scan, mark = move.scan_seconds or 0.0, move.mark_seconds or 0.0
+    first = mark if move.stamps_prove else scan
+    return first + scan + mark + (mark if back else 0.0)
 
 
 def to_copy(move: TenantMigration) -> int:

@@ -345,8 +345,9 @@ def _copy_changed(
     # SQLite other tenants' turns still wait for the file.
     if not compare and move.stamps_prove:
         chunk = copying.chunk_size(move, copying.FENCED_CHUNK_SECONDS)
+        page = copying.FENCED_PAGE
     else:
-        chunk = copying.chunk_size(move)
+        chunk, page = copying.chunk_size(move), copying.PAGE
     if pace is not None:
         # One second's worth, then a rest: that keeps the store's load even.
         chunk = max(1, min(chunk, int(pace)))
@@ -372,6 +373,7 @@ def _copy_changed(
         chunk=chunk,
         needs=lambda page: copying.changed_keys(move, page),
         work=work,
+        page_size=page,
         mark=mark,
     )
 

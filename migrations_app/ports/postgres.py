@@ -26,6 +26,8 @@ from migrations_app.ports.bites import in_bites
 from migrations_app.ports.postgres_guard import PostgresGuard
 from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT, WHOLE, key_params
 
+# A page of so many sessions is long: it is read in another way.
+MANY = 10_000
 # What is written to a COPY at a time.
 BLOCK_BYTES = 65_536
 
@@ -74,12 +76,35 @@ class PostgresStore(PostgresGuard):
         if not self.has_tables:
             return []
         behind = "" if after == START else " AND (user_id, id) > (%(user)s, %(id)s)"
+        if limit >= MANY:
+            return self._many(after, limit, behind)
         with self.transaction(f"{SNAPSHOT}; {BY_INDEX}"):
             found = self.rows(
                 f"SELECT s.user_id, s.id, {_STAMP_OF_SESSION} FROM"
                 " (SELECT app_name, user_id, id, update_time, xmin FROM {sessions}"
                 f" WHERE app_name = %(app)s{behind} ORDER BY user_id, id LIMIT %(limit)s) s"
                 f" CROSS JOIN {_COUNT_OF_SESSION} ORDER BY s.user_id, s.id",
+                {"user": after.user_id, "id": after.session_id, "limit": limit},
+            )
+        return [(Key(user, name), stamp) for user, name, stamp in found]
+
+    def _many(self, after: Key, limit: int, behind: str) -> list[tuple[Key, Stamp]]:
+        """Return a long page: its events are counted in one go, not session by session.
+
+        A quarter of the time, for a reader that has no live tenant to spare.
+        """
+        stamp = _STAMP.format(n="coalesce(c.n, 0)", x="coalesce(c.x, 0)")
+        events_behind = behind.replace("(user_id, id)", "(user_id, session_id)")
+        with self.transaction(f"{SNAPSHOT}; {WHOLE}"):
+            found = self.rows(
+                "WITH s AS MATERIALIZED (SELECT user_id, id, update_time, xmin FROM {sessions}"
+                f" WHERE app_name = %(app)s{behind} ORDER BY user_id, id LIMIT %(limit)s)"
+                f" SELECT s.user_id, s.id, {stamp} FROM s LEFT JOIN (SELECT user_id, session_id,"
+                " count(*) AS n, sum(xmin::text::bigint) AS x FROM {events}"
+                f" WHERE app_name = %(app)s{events_behind} AND (user_id, session_id) <="
+                " (SELECT user_id, id FROM s ORDER BY user_id DESC, id DESC LIMIT 1)"
+                " GROUP BY user_id, session_id) c"
+                " ON c.user_id = s.user_id AND c.session_id = s.id ORDER BY s.user_id, s.id",
                 {"user": after.user_id, "id": after.session_id, "limit": limit},
             )
         return [(Key(user, name), stamp) for user, name, stamp in found]

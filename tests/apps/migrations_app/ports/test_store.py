@@ -24,6 +24,7 @@ from migrations_app.ports.base import (
     SessionStore,
     Unreachable,
 )
+from migrations_app.ports.postgres import MANY
 from tests.apps.migrations_app.ports import places
 from tests.apps.migrations_app.ports.places import ACME, BOLT, Place, of_adk_sql
 
@@ -267,6 +268,14 @@ def test_a_session_without_events_has_a_digest(source: Place) -> None:
     with source.open() as store:
         found = store.digests([Key("u0", "silent")])[Key("u0", "silent")]
     assert found.events == hashlib.sha256().hexdigest()
+
+
+def test_a_long_page_reads_what_short_ones_read(source: Place) -> None:
+    with source.open() as store:
+        short = store.page(START, 1000)
+        assert store.page(START, MANY) == short
+        assert store.page(short[1][0], MANY) == short[2:]
+        assert store.page(short[-1][0], MANY) == []
 
 
 def test_the_mark_stays_while_nothing_of_the_tenant_changes(source: Place) -> None:
