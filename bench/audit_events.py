@@ -61,6 +61,8 @@ class Verdict:
     # (tenant, when) of each refusal, to be held against the times of the fence.
     refusals: list[tuple[str, float]] = field(default_factory=list)
     failed: int = 0
+    # Turns that the Host ended at their longest time: a slow machine's, and nothing is lost by it.
+    cut: int = 0
     # A few of each fault, in words.
     examples: list[str] = field(default_factory=list)
 
@@ -111,6 +113,8 @@ def audit(
         elif line.kind == "refused":
             verdict.refused[line.reason] += 1
             verdict.refusals.append((line.tenant, line.at))
+        elif line.kind == "failed" and line.reason.startswith("TurnTooLong"):
+            verdict.cut += 1
         elif line.kind == "failed":
             verdict.failed += 1
             verdict._note(f"failed: {line.tenant} {line.session}: {line.reason}")

@@ -117,7 +117,8 @@ def _bars(verdict: Verdict, soak: Soak, turns: int, took: float, left: int) -> I
     yield Bar("of these, something had changed", len(soak.watch.changes), "looks", 0)
     yield Bar("rows left on the source", left, "rows", 0)
     yield Bar("turns refused for a while", sum(verdict.refused.values()), "times")
-    yield Bar("turns that failed", verdict.failed, "turns", 0)
+    yield Bar(f"turns cut at {LONGEST_TURN_SECONDS:g} s", verdict.cut, "turns")
+    yield Bar("turns that failed otherwise", verdict.failed, "turns", 0)
     for name, times in sorted(soak.killed.items()):
         yield Bar(f"{name} killed", times, "times")
     yield Bar("legs begun again", soak.again, "times")
