@@ -39,8 +39,8 @@ fmt: $(READY) ## put code into the form that lint wants
 bench: $(READY) ## measure against the bars (NAME=copy: only that one)
 	@$(WITH_SERVERS) --no-browser --durable -- $(RUN) -m bench $(NAME) $(ARGS)
 
-serve: $(READY) ## the embedded default: pages, workers and beat on this machine
-	@$(RUN) manage.py serve
+serve: $(READY) ## the embedded default: pages, workers and beat on this machine (PORT=8000)
+	@$(RUN) manage.py serve $(if $(PORT),--port $(PORT))
 
 lock: $(READY) ## pyproject.toml -> requirements.lock
 	@$(VENV)/bin/uv pip compile pyproject.toml --extra adk --group dev \

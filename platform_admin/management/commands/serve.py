@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -23,6 +24,7 @@ class Command(BaseCommand):
         parser.add_argument("--port", type=int, default=8000)
 
     def handle(self, *args: Any, host: str, port: int, **options: Any) -> None:
+        self._claim(host, port)
         call_command("migrate", verbosity=0)
         if not User.objects.exists():
             self.stdout.write(
@@ -42,3 +44,16 @@ class Command(BaseCommand):
             return
         except KeepsDying as error:
             raise CommandError(str(error)) from error
+
+    def _claim(self, host: str, port: int) -> None:
+        """Refuse an address that somebody listens on: a second installation, as often as not.
+
+        Web servers share a port if asked to, and then each answers half of the requests.
+        """
+        try:
+            socket.create_server((host, port)).close()
+        except OSError as error:
+            raise CommandError(
+                f"{host}:{port} can't be listened on: {error.strerror}. End what runs there, or"
+                " choose another: make serve PORT=8001, or manage.py serve --port 8001."
+            ) from error
