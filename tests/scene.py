@@ -181,8 +181,13 @@ def move(
 
 
 def guard_stores(move: TenantMigration, *, folder: Path, environment: pytest.MonkeyPatch) -> None:
-    """Give both stores of a move a real file, under the guard row that the move made there."""
-    for store in (move.source_store, move.target_store):
+    """Give both stores of a move a real file, under the guard row that the move made there.
+
+    Every instance opened both.
+    """
+    stores = (move.source_store, move.target_store)
+    RuntimeInstance.objects.update(stores=[store.key for store in stores])
+    for store in stores:
         variable = store.address_from.removeprefix("env:")
         environment.setenv(variable, f"sqlite:///{folder}/{store.key}.db")
         with ports.open_store(
