@@ -453,8 +453,8 @@ def rollback(request: HttpRequest, pk: int, body: RollbackIn) -> dict[str, Any]:
         "to_carry": queries.to_carry(row),
         "soak_left": max(left, 0.0),
     }
-    details = {"budget_seconds": body.budget_seconds}
-    return told | {"move": _perhaps(request, pk, services.rollback, body, **details)}
+    details = {"budget_seconds": body.budget_seconds, "dry_run": body.dry_run}
+    return told | {"move": _act(request, pk, services.rollback, body, **details)}
 
 
 @router.post("/{pk}/cancel-rollback", response={200: MoveOut, **REFUSALS})
@@ -476,20 +476,14 @@ def confirm_offboard(request: HttpRequest, pk: int, body: ConfirmIn) -> dict[str
         "sessions": row.stamps.count(),
         "begins_at": row.soak_until if later else None,
     }
-    return told | {"move": _perhaps(request, pk, services.confirm_offboard, body, typed=body.typed)}
+    details = {"typed": body.typed, "dry_run": body.dry_run}
+    return told | {"move": _act(request, pk, services.confirm_offboard, body, **details)}
 
 
 @router.post("/{pk}/leave-behind", response={200: MoveOut, **REFUSALS})
 def leave_behind(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
     """End a move although what it should clean can't be reached."""
     return _act(request, pk, services.leave_behind, body)
-
-
-def _perhaps(
-    request: HttpRequest, pk: int, verb: Any, body: DryIn, **details: Any
-) -> dict[str, Any]:
-    """Carry out a verb; of a dry run nothing stays, and it is refused like the act itself."""
-    return _act(request, pk, verb, body, dry_run=body.dry_run, **details)
 
 
 def _act(request: HttpRequest, pk: int, verb: Any, body: ActIn, **details: Any) -> dict[str, Any]:
@@ -528,7 +522,7 @@ def _out(move: TenantMigration) -> dict[str, Any]:
         "paused": move.pause_requested_at is not None,
         "aborting": move.abort_requested_at is not None and move.ended_at is None,
         "rolling_back": move.phase in REVERSED or move.rollback_requested_at is not None,
-        "late_writes": queries.late_writes(move).filter(accepted_at=None).count(),
+        "late_writes": queries.unsettled(queries.late_writes(move)).count(),
         "past_fences": [_fence(entry) for entry in move.past_fences],
     }
 

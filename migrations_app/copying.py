@@ -23,7 +23,16 @@ from migrations_app import ports, queries
 from migrations_app.domain.mismatch import Difference, Looks
 from migrations_app.domain.phases import REVERSED
 from migrations_app.models import Mismatch, Sample, SessionStamp, TenantMigration
-from migrations_app.ports.base import Copied, Digest, Key, Mark, SessionStore, SharedRow, Stamp
+from migrations_app.ports.base import (
+    Copied,
+    Digest,
+    Key,
+    Mark,
+    SessionStore,
+    SharedRow,
+    Stamp,
+    shared_pages,
+)
 from tenants.models import Cell, Store
 
 # A step works this long, then settles: far below the lease, so that a kill costs little.
@@ -717,17 +726,14 @@ def shared_came_late(move: TenantMigration, home: SessionStore, clock: Clock) ->
     Looked at before the way back writes any: it does so by value, and what came in late is
     nowhere else. `home` is the source.
     """
-    now, kept, after = Mark(), Mark(move.source_mark), None
-    while rows := home.shared_page(after, PAGE):
+    now, kept = Mark(), Mark(move.source_mark)
+    for rows in shared_pages(home, PAGE):
         for row in rows:
             now.shared(row)
-        after = rows[-1].user_id or ""
-        if len(rows) < PAGE:
-            break
     if now.of_shared == kept.of_shared:
         return False
     report_late_shared(move, now, kept, clock)
-    return queries.late_shared(move).filter(accepted_at=None).exists()
+    return queries.unsettled(queries.late_shared(move)).exists()
 
 
 def listed(move: TenantMigration) -> str:
@@ -924,8 +930,7 @@ def _remove_foreign_shared(
     write: bool,
     clock: Clock,
 ) -> None:
-    after: str | None = None
-    while rows := target.shared_page(after, PAGE):
+    for rows in shared_pages(target, PAGE):
         here = source.shared([row.user_id for row in rows])
         foreign = [row for row in rows if row.user_id not in here]
         if foreign and write:
@@ -938,9 +943,6 @@ def _remove_foreign_shared(
                     if move.phase in REVERSED:
                         extra = Difference("user", "not on the target", Looks.LATE_WRITE)
                     report_shared(move, row.user_id, extra, "", row.digest, now)
-        after = rows[-1].user_id or ""
-        if len(rows) < PAGE:
-            return
 
 
 def repair(

@@ -104,6 +104,11 @@ def late_writes(move: TenantMigration) -> QuerySet[Mismatch]:
     return move.mismatches.filter(resolved_at=None, looks_like=Looks.LATE_WRITE)
 
 
+def unsettled(rows: QuerySet[Mismatch]) -> QuerySet[Mismatch]:
+    """Return those that no person has accepted."""
+    return rows.filter(accepted_at=None)
+
+
 def late_shared(move: TenantMigration) -> QuerySet[Mismatch]:
     """Return the late writes of shared state, which no session's stamp shows."""
     return late_writes(move).filter(session_id="", part="app")

@@ -868,7 +868,7 @@ def _count_touched(
     now, kept = Mark(source.mark()), Mark(move.mark)
     if now.of_shared != kept.of_shared:
         copying.report_late_shared(move, now, kept, clock)
-        if queries.late_shared(move).filter(accepted_at=None).exists():
+        if queries.unsettled(queries.late_shared(move)).exists():
             changes["waiting_for"] = LATE_SHARED
     if now.of_sessions != kept.of_sessions:
         return Wait(changes={**changes, "done": 0, **_stage("late")})
@@ -1055,7 +1055,7 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
         # one stays its user's state does (and is listed: this loop would never end).
         left = source.counts().sessions
         names = [f"{key.session_id} of {key.user_id}" for key, _ in source.page(START, LEFT_NAMED)]
-        if not left and not queries.late_shared(move).filter(accepted_at=None).exists():
+        if not left and not queries.unsettled(queries.late_shared(move)).exists():
             while shared := source.shared_page(None, copying.CHUNK_MOST):
                 source.delete_shared([row.user_id for row in shared])
         source.take(mover=False, agents=False)

@@ -14,7 +14,7 @@ from typing import Any
 from migrations_app import ports
 from migrations_app.domain.mismatch import Looks
 from migrations_app.models import Mismatch, TenantMigration
-from migrations_app.ports.base import Key, SessionStore
+from migrations_app.ports.base import Key, SessionStore, shared_pages
 from tenants.models import Store
 
 DIFF_LINES = 2_000
@@ -158,12 +158,8 @@ def _late_shared(sides: tuple[SessionStore, SessionStore]) -> tuple[Side, Side]:
 
 def _all_shared(port: SessionStore) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    after: str | None = None
-    while rows := port.shared_page(after, SHARED_PAGE):
+    for rows in shared_pages(port, SHARED_PAGE):
         found |= {row.user_id or "": json.loads(row.state) for row in rows}
-        after = rows[-1].user_id or ""
-        if len(rows) < SHARED_PAGE:
-            break
     return found
 
 

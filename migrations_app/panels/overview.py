@@ -87,7 +87,7 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
             late = counted(review, "late write")
             title = f"{name}: {late} at the closed {move.source_store}"
             text = late_writes_in_words(seen)
-            rows = queries.late_writes(move).filter(accepted_at=None).order_by("found_at")
+            rows = queries.unsettled(queries.late_writes(move)).order_by("found_at")
             since = rows.values_list("found_at", flat=True).first() or since
         else:
             review = seen.open_mismatches

@@ -14,7 +14,7 @@ later claim, says Unreachable until it is opened anew.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -367,3 +367,13 @@ class SessionStore(Protocol):
 
     def delete_shared(self, user_ids: Collection[str | None]) -> int:
         """Delete these users' state rows (None: the app's); return how many there were."""
+
+
+def shared_pages(store: SessionStore, limit: int) -> Iterator[list[SharedRow]]:
+    """Walk all shared state, page by page, the app's row first."""
+    after: str | None = None
+    while rows := store.shared_page(after, limit):
+        yield rows
+        if len(rows) < limit:
+            return
+        after = rows[-1].user_id or ""

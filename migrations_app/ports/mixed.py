@@ -28,6 +28,7 @@ from migrations_app.ports.base import (
     Refusal,
     SessionStore,
     Stamp,
+    shared_pages,
 )
 
 T = TypeVar("T")
@@ -222,13 +223,11 @@ def scan(store: Rows, target: Layout) -> list[Finding]:
             count, example = tally.get((field, odd), (0, f"{user}/{session}"))
             tally[field, odd] = (count + 1, example)
 
-    after: str | None = None
-    while rows := store.shared_page(after, SCAN_PAGE):
+    for rows in shared_pages(store, SCAN_PAGE):
         for row in rows:
             table = "app_states" if row.user_id is None else "user_states"
             note(row.user_id or "", "", values.in_state(f"{table}.state", row.state))
-        after = rows[-1].user_id or ""
-        if len(rows) < SCAN_PAGE or time.monotonic() > until:
+        if time.monotonic() > until:
             break
     seen, complete, key = 0, False, START
     while not complete and time.monotonic() < until:
