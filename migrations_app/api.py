@@ -26,7 +26,19 @@ from migrations_app.models import Mismatch, RestoreFinding, TenantMigration
 from migrations_app.panels.diff import versions as versions_of
 from migrations_app.panels.mismatches import MismatchFilter, state_of
 from tenants import queries as tenants_queries
-from tenants.api import Error, Moment, NotFound, PageOut, Reason, Slug, find, page, require
+from tenants.api import (
+    Error,
+    Moment,
+    NotFound,
+    OpsIn,
+    PageOut,
+    Reason,
+    Slug,
+    find,
+    missing,
+    page,
+    require,
+)
 from tenants.domain.roles import Role
 from tenants.models import Cell, Store, Tenant
 
@@ -114,7 +126,7 @@ class QuoteOut(Schema):
     budget: float
 
 
-class PlanIn(Schema):
+class PlanIn(OpsIn):
     tenant: Slug
     target_cell: Slug
     target_store: Slug
@@ -133,6 +145,8 @@ class PlanIn(Schema):
     # True: all compared equal, it waits for a person's word before TARGET.
     flip_by_hand: bool = False
     offboard_automatically: bool = False
+    # Nobody keeps it: so that what a start is given can be told first, as it stands.
+    reason: Reason = ""
 
 
 class StartIn(PlanIn):
@@ -162,7 +176,7 @@ class DryRunOut(Schema):
     fence_worst: float | None
 
 
-class ActIn(Schema):
+class ActIn(OpsIn):
     reason: Reason = ""
     # The phase that the caller has seen; another one now is refused. Null: whatever it is.
     seen: str | None = None
@@ -391,7 +405,9 @@ def versions(request: HttpRequest, pk: int, mismatch: Id) -> HttpResponseBase:
     row = _move(pk)
     found = row.mismatches.filter(pk=mismatch)
     if not found:
-        raise NotFound(f"{row} has no mismatch {mismatch}.")
+        raise NotFound(
+            f"{row} has no mismatch {mismatch}. GET /api/v1/ops/moves/{pk}/mismatches lists them."
+        )
     return _file(row, found)
 
 
@@ -502,7 +518,7 @@ def _rows() -> Any:
 def _move(pk: int) -> TenantMigration:
     row: TenantMigration | None = _rows().filter(pk=pk).first()
     if row is None:
-        raise NotFound(f"There is no move mv-{pk}.")
+        raise missing("move", f"mv-{pk}")
     return row
 
 
@@ -573,7 +589,7 @@ class RestoredOut(Schema):
     findings: list[FindingOut]
 
 
-class SettleIn(Schema):
+class SettleIn(OpsIn):
     store: Slug
     # Who serves the tenant there. Null: as the database knows.
     cell: Slug | None = None
@@ -584,7 +600,7 @@ class PlacedOut(Schema):
     placement_version: int
 
 
-class WordIn(Schema):
+class WordIn(OpsIn):
     reason: Reason
 
 
@@ -629,7 +645,9 @@ def leave_refused(request: HttpRequest, slug: str, body: WordIn) -> dict[str, An
 def _finding(slug: str) -> RestoreFinding:
     row = restored.open_findings().filter(tenant__slug=slug).first()
     if row is None:
-        raise NotFound(f"No finding of a tenant {slug} is open. Look for it in the list.")
+        raise NotFound(
+            f"No finding of a tenant {slug} is open. GET /api/v1/ops/restored lists those that are."
+        )
     return row
 
 

@@ -9,8 +9,9 @@ from django.db import models
 from django.db.models import Lookup, Q
 
 from durable.models import Durable, Event
+from migrations_app.domain.channels import ChannelState, StepBy
 from migrations_app.domain.phases import ENDED, Mode, Phase
-from tenants.models import Cell, Store, Tenant
+from tenants.models import Agent, Cell, Store, Tenant
 
 ENDED_VALUES = sorted(p.value for p in ENDED)
 
@@ -70,6 +71,12 @@ class TenantMigration(Durable):
     flip_by_hand = models.BooleanField(default=False)
     # False: OFFBOARD waits for a typed confirmation.
     offboard_automatically = models.BooleanField(default=False)
+    # Split mode: the source's sessions count as idle after so long without a write, and are
+    # waited for so long at most, from the split's beginning.
+    idle_seconds = models.FloatField(default=600.0)
+    idle_bound_seconds = models.FloatField(default=4 * 3600.0)
+    # A practice run of the whole move, there and back, on an internal tenant.
+    rehearsal = models.BooleanField(default=False)
 
     # --- requests of people (abort and pause are in Durable) ---------------------------
     # NULL: nobody has said "close the fence" yet.
@@ -109,6 +116,10 @@ class TenantMigration(Durable):
     stamps_prove = models.BooleanField(null=True, blank=True)
     # Both guard rows are this move's: from here on the way out has something to undo.
     guarded = models.BooleanField(default=False)
+
+    # The target cell's policy_version under which its instances know the tenant, with every turn
+    # refused, so that they could build its runner. NULL: not announced yet.
+    announced_version = models.PositiveBigIntegerField(null=True, blank=True)
 
     # --- where the work is -------------------------------------------------------------
     # What it waits for, in a person's words; "" while it works.
@@ -151,6 +162,28 @@ class TenantMigration(Durable):
     scan_seconds = models.FloatField(null=True, blank=True)  # reading the source's stamps once
     mark_seconds = models.FloatField(null=True, blank=True)  # one high-water mark of the source
     shared_rate = models.FloatField(null=True, blank=True)  # users/s
+
+    artifact_rate = models.FloatField(null=True, blank=True)  # versions/s
+    memory_rate = models.FloatField(null=True, blank=True)  # sessions/s
+
+    # --- artifacts and memory: how much there is, counted while it goes over -----------
+    artifacts = models.PositiveBigIntegerField(default=0)  # versions at the source
+    artifact_bytes = models.PositiveBigIntegerField(default=0)
+    remembered = models.PositiveBigIntegerField(default=0)  # sessions in the target's memory
+
+    # --- the split -----------------------------------------------------------------------
+    # The source cell's policy_version that says `accepts: existing`. NULL: no split yet.
+    split_version = models.PositiveBigIntegerField(null=True, blank=True)
+    # When that was published; the bound on waiting counts from here.
+    split_at = models.DateTimeField(null=True, blank=True)
+    # Counter.placement_version that names both sides. NULL: nothing was born on the target yet.
+    split_placement_version = models.PositiveBigIntegerField(null=True, blank=True)
+    # Since when no session of the source has changed. NULL: not known, or one has just changed.
+    quiet_since = models.DateTimeField(null=True, blank=True)
+    # Sessions born on the target, at the last look. NULL: not looked at yet.
+    born = models.PositiveBigIntegerField(null=True, blank=True)
+    # Where the way back began, and leads if it is stopped: soak or split. "" on the way forward.
+    came_from = models.CharField(max_length=20, blank=True, default="")
 
     # --- the fence ---------------------------------------------------------------------
     # NULL: still open. Kept afterwards: the actual beside the estimate.
@@ -227,6 +260,8 @@ class SessionStamp(models.Model):
     target_stamp = models.CharField(max_length=120, blank=True, default="")
     # When both sides, at these stamps, were equal by digest. NULL: not compared since the copy.
     compared_at = models.DateTimeField(null=True, blank=True)
+    # The stamp of the read side whose session the written side's memory has. "": it has none.
+    memory_stamp = models.CharField(max_length=120, blank=True, default="")
 
     class Meta:
         constraints = [
@@ -244,8 +279,10 @@ class Mismatch(models.Model):
     user_id = models.CharField(max_length=128, blank=True, default="")
     # Empty for shared state.
     session_id = models.CharField(max_length=128, blank=True, default="")
-    # events, state, user, app, missing (not on the target), extra (only on the target) or
-    # value (one that the target can't hold, so that the session was left out).
+    # Empty but for part `artifact`: its name.
+    artifact = models.TextField(blank=True, default="")
+    # events, state, user, app, missing (not on the target), extra (only on the target), artifact
+    # or value (one that the target can't hold, so that the session was left out).
     part = models.CharField(max_length=10)
     # Event index and path, or key, and both values, in a person's words.
     first_difference = models.TextField()
@@ -271,12 +308,156 @@ class Mismatch(models.Model):
         ordering = ["id"]
         constraints = [
             models.UniqueConstraint(
-                # One open row per session: only its first difference is named.
-                fields=["move", "session_id", "user_id"],
+                # One open row per session and per artifact: only its first difference is named.
+                fields=["move", "session_id", "user_id", "artifact"],
                 condition=Q(resolved_at__isnull=True),
                 name="one_open_mismatch_per_session",
             )
         ]
+
+
+class ArtifactVersion(models.Model):
+    """One version of an artifact that a move copied: which number it has on either side."""
+
+    move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="artifact_versions")
+    user_id = models.CharField(max_length=128)
+    # Empty for `user:` names, which a user's sessions share.
+    session_id = models.CharField(max_length=128, blank=True, default="")
+    name = models.TextField()
+    # google-adk counts from 0 and the number can't be chosen; gaps close on the way.
+    source_version = models.PositiveIntegerField()
+    target_version = models.PositiveIntegerField()
+    # SHA-256 over type and bytes, equal on both sides when it was copied.
+    digest = models.CharField(max_length=64)
+
+    class Meta:
+        constraints = [
+            models.UniqueConstraint(
+                fields=["move", "user_id", "session_id", "name", "source_version"],
+                name="one_line_per_artifact_version",
+            )
+        ]
+
+
+class ArtifactReference(models.Model):
+    """A state value or an event that names a version whose number changed with the move."""
+
+    move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="artifact_references")
+    user_id = models.CharField(max_length=128, blank=True, default="")
+    # Empty for shared state.
+    session_id = models.CharField(max_length=128, blank=True, default="")
+    # Such as "event 12 actions.artifact_delta" or "state key report": a place, never a value.
+    place = models.TextField()
+    name = models.TextField()
+    source_version = models.PositiveIntegerField()
+    target_version = models.PositiveIntegerField()
+
+    class Meta:
+        ordering = ["id"]
+
+
+class SideChannel(models.Model):
+    """Something kept beside sessions, by tenant: a vector index, a cache, logs, a memory."""
+
+    # Whose: every tenant of the agent, or the one tenant. Exactly one of both.
+    agent = models.ForeignKey(Agent, models.PROTECT, null=True, blank=True, related_name="channels")
+    tenant = models.ForeignKey(
+        Tenant, models.PROTECT, null=True, blank=True, related_name="channels"
+    )
+    name = models.CharField(max_length=100)
+    # What it holds, and how a person would copy and check it.
+    about = models.TextField(blank=True, default="")
+    # True: TARGET waits until it is green. False: it may be checked off in SOAK.
+    required = models.BooleanField(default=True)
+    # How each step is done: a callable by dotted path, a command, or a person's check-off.
+    copy_by = models.CharField(max_length=10, choices=[(b, b) for b in StepBy])
+    copy_step = models.TextField(blank=True, default="")
+    verify_by = models.CharField(max_length=10, choices=[(b, b) for b in StepBy])
+    verify_step = models.TextField(blank=True, default="")
+    # NULL: moves list it. Kept afterwards, for the moves that had it.
+    removed_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["name", "id"]
+        constraints = [
+            models.CheckConstraint(
+                condition=Q(agent__isnull=True, tenant__isnull=False)
+                | Q(agent__isnull=False, tenant__isnull=True),
+                name="a_channel_is_an_agents_or_a_tenants",
+            )
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class MoveChannel(models.Model):
+    """How far one side channel is in one move."""
+
+    move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="channels")
+    channel = models.ForeignKey(SideChannel, models.PROTECT, related_name="+")
+    state = models.CharField(max_length=10, default=ChannelState.OPEN)
+    # What its last step said: a count, an error, a person's note.
+    detail = models.TextField(blank=True, default="")
+    # What an unfinished step left to go on with; its own words.
+    cursor = models.TextField(blank=True, default="")
+    # NULL: no step has run yet.
+    copied_at = models.DateTimeField(null=True, blank=True)
+    verified_at = models.DateTimeField(null=True, blank=True)
+    # The person who checked it off; empty where a callable or command did.
+    by = models.CharField(max_length=150, blank=True, default="")
+    # NULL: due now. Otherwise when its step is tried again.
+    next_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [
+            models.UniqueConstraint(fields=["move", "channel"], name="one_line_per_channel")
+        ]
+
+
+class SharedBase(models.Model):
+    """One key of shared state as both sides had it when a split began: what a merge goes by."""
+
+    move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="shared_base")
+    # NULL for the app's.
+    user_id = models.CharField(max_length=128, null=True, blank=True)  # noqa: DJ001
+    key = models.TextField()
+    # Of the canonical value; never the value.
+    digest = models.CharField(max_length=64)
+
+    class Meta:
+        indexes = [models.Index(fields=["move", "user_id"], name="base_of_a_user")]
+
+
+class Rehearsal(models.Model):
+    """What a practice run measured: the next quote of such a move goes by it. Append-only."""
+
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="rehearsals")
+    source_store = models.ForeignKey(Store, models.PROTECT, related_name="+")
+    target_store = models.ForeignKey(Store, models.PROTECT, related_name="+")
+    at = models.DateTimeField()
+    by = models.CharField(max_length=150)
+    # The whole move that was practised. NULL: a sample was copied under a scratch name.
+    move = models.OneToOneField(
+        TenantMigration, models.PROTECT, null=True, blank=True, related_name="figures"
+    )
+    sessions = models.PositiveBigIntegerField()
+    events = models.PositiveBigIntegerField(null=True, blank=True)
+    equal = models.BooleanField()
+    # Why it is not equal, or what else a person should know.
+    detail = models.TextField(blank=True, default="")
+    copy_rate = models.FloatField(null=True, blank=True)  # sessions/s
+    verify_rate = models.FloatField(null=True, blank=True)  # sessions/s
+    shared_rate = models.FloatField(null=True, blank=True)  # users/s
+    scan_seconds = models.FloatField(null=True, blank=True)
+    mark_seconds = models.FloatField(null=True, blank=True)
+    # Of a whole move: how long its fence was closed, and the way back's.
+    fence_seconds = models.FloatField(null=True, blank=True)
+    back_seconds = models.FloatField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-id"]
 
 
 class Sample(models.Model):

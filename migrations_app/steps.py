@@ -580,7 +580,7 @@ def _past(move: TenantMigration, clock: Clock) -> Go | None:
 
 def _out(move: TenantMigration, note: str) -> Go:
     """Take the phase's way out: forward that is REOPEN, on the way back SOAK."""
-    to = way_out(Mode(move.mode), Phase(move.phase))
+    to = way_out(Mode(move.mode), Phase(move.phase), move.came_from)
     assert to is not None
     return Go(to, note)
 
@@ -1151,7 +1151,7 @@ def machine(enqueue: Callable[[int, Any, float], None]) -> Machine:
         model=TenantMigration,
         table=TABLE,
         steps=STEPS,
-        way_out=lambda move: way_out(Mode(move.mode), Phase(move.phase)),
+        way_out=lambda move: way_out(Mode(move.mode), Phase(move.phase), move.came_from),
         no_return=NO_RETURN,
         unpausable=UNPAUSABLE,
         urgent=lambda move: move.phase in PROMPT or queries.owes_opening(move),

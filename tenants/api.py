@@ -1,7 +1,8 @@
 """The wire: what runtimes, gateways and operators' programs ask of this app.
 
-Field names here are the contract; the OpenAPI document is made from this file. Unknown fields are
-ignored on input, so that an old control plane takes a newer client.
+Field names here are the contract; the OpenAPI document is made from this file. Unknown fields of
+runtimes and gateways are ignored, so that an old control plane takes a newer client. Operators'
+verbs refuse them: there a field that nobody knows is one that was mistyped.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from django.contrib.auth.models import User
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponse
 from ninja import Router, Schema, Status
-from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, ConfigDict, Field
 
 from durable.clock import database_now
 from durable.errors import Refused
@@ -371,7 +372,13 @@ def _answer(body: dict[str, Any] | None, headers: dict[str, str]) -> HttpRespons
 # --- operators ------------------------------------------------------------------------------
 
 
-class RegionIn(Schema):
+class OpsIn(Schema):
+    """What an operator's verb takes: nothing beside it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RegionIn(OpsIn):
     slug: str
     name: str
 
@@ -381,18 +388,18 @@ class RegionOut(Schema):
     name: str
 
 
-class CellIn(Schema):
+class CellIn(OpsIn):
     slug: str
     region: Slug
     url: str = ""
     quota_tokens_per_minute: int | None = None
 
 
-class QuotaIn(Schema):
+class QuotaIn(OpsIn):
     tokens_per_minute: int
 
 
-class UrlIn(Schema):
+class UrlIn(OpsIn):
     url: str
     reason: Reason = ""
 
@@ -410,7 +417,7 @@ class CellOut(Schema):
     fast_until: datetime | None
 
 
-class OpsStoreIn(Schema):
+class OpsStoreIn(OpsIn):
     key: str
     region: Slug
     kind: str
@@ -427,7 +434,7 @@ class OpsStoreOut(Schema):
     surveyed_at: datetime | None
 
 
-class TenantIn(Schema):
+class TenantIn(OpsIn):
     slug: str
     name: str
     app_name: str
@@ -476,11 +483,11 @@ class InstanceOut(Schema):
     dead_asked_why: str
 
 
-class WhyIn(Schema):
+class WhyIn(OpsIn):
     reason: Reason = ""
 
 
-class TokenIn(Schema):
+class TokenIn(OpsIn):
     name: str
     role: TokenRole
     cells: Annotated[list[Slug], Field(max_length=1_000)] = []
@@ -623,7 +630,7 @@ def tenant(request: HttpRequest, slug: str) -> dict[str, Any]:
     """Answer one tenant with its home."""
     found = _tenants().filter(slug=slug).first()
     if found is None:
-        raise NotFound(f"There is no tenant {slug}. Look for it in the list.")
+        raise missing("tenant", slug)
     return _tenant(found, queries.epoch())
 
 
@@ -728,8 +735,13 @@ def find(model: type[Row], what: str, **key: Any) -> Row:
     """Return the row that a caller names by this key. Raises NotFound."""
     row = model._default_manager.filter(**key).first()
     if row is None:
-        raise NotFound(f"There is no {what} {next(iter(key.values()))}. Look for it in the list.")
+        raise missing(what, next(iter(key.values())))
     return row
+
+
+def missing(what: str, name: Any) -> NotFound:
+    """Return the refusal of a row that is not there; it names the list that has those which are."""
+    return NotFound(f"There is no {what} {name}. GET /api/v1/ops/{what}s lists them.")
 
 
 def page(

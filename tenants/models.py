@@ -54,6 +54,11 @@ class Store(models.Model):
     # Where its address comes from: "env:ACME_STORE_URL" or "file:/run/secrets/acme".
     # The address itself, which holds a password, is never in our database, logs or pages.
     address_from = models.CharField(max_length=200)
+    # Where the google-adk artifact service beside the sessions is, by reference as above.
+    # Empty: none, agents here keep no artifacts.
+    artifacts_from = models.CharField(max_length=200, blank=True, default="")
+    # The same for its memory service. Empty: none, or one that does not move with the store.
+    memory_from = models.CharField(max_length=200, blank=True, default="")
     # What the last survey found, for people. NULL: never surveyed.
     survey = models.JSONField(null=True, blank=True)
     surveyed_at = models.DateTimeField(null=True, blank=True)
@@ -86,6 +91,8 @@ class Tenant(models.Model):
         max_length=10, default=Tier.POOLED, choices=[(t.value, t.value) for t in Tier]
     )
     created_at = models.DateTimeField(auto_now_add=True)
+    # Ours, with no customer behind it: whole moves may be rehearsed on it.
+    internal = models.BooleanField(default=False)
     # Until when the sessions that runtimes report as served are kept (DirtyLine).
     # NULL: never asked for. Past: over; what was kept is swept.
     tracked_until = models.DateTimeField(null=True, blank=True)
@@ -160,10 +167,26 @@ class Placement(models.Model):
     intended_cell = models.ForeignKey(
         Cell, models.PROTECT, null=True, blank=True, related_name="intended"
     )
-    # The Counter.placement_version that set cell and store.
+    # The far side of a split, which takes what the home's store does not know. NULL: no split.
+    split_cell = models.ForeignKey(
+        Cell, models.PROTECT, null=True, blank=True, related_name="split_placements"
+    )
+    split_store = models.ForeignKey(
+        Store, models.PROTECT, null=True, blank=True, related_name="split_placements"
+    )
+    # The Counter.placement_version that set cell, store and split.
     placement_version = models.PositiveBigIntegerField()
     # The Counter.feed_version that last changed this row for gateways.
     feed_version = models.PositiveBigIntegerField(db_index=True)
+
+    class Meta:
+        constraints = [
+            models.CheckConstraint(
+                condition=Q(split_cell__isnull=True, split_store__isnull=True)
+                | Q(split_cell__isnull=False, split_store__isnull=False),
+                name="a_split_is_a_cell_and_a_store",
+            )
+        ]
 
     def __str__(self) -> str:
         return f"{self.tenant} on {self.cell}"
@@ -236,11 +259,16 @@ class PolicyEntry(models.Model):
             models.UniqueConstraint(
                 fields=["cell", "tenant"], name="one_entry_per_cell_and_tenant"
             ),
-            # Whatever a caller does wrong, two cells never own one tenant.
+            # Whatever a caller does wrong, two cells never take the same turns of a tenant.
             models.UniqueConstraint(
                 fields=["tenant"],
-                condition=Q(accepts__in=[Accepts.ALL.value, Accepts.NONE.value]),
+                condition=Q(accepts__in=[Accepts.ALL.value, Accepts.EXISTING.value]),
                 name="one_cell_owns_a_tenant",
+            ),
+            models.UniqueConstraint(
+                fields=["tenant"],
+                condition=Q(accepts__in=[Accepts.ALL.value, Accepts.NEW.value]),
+                name="one_cell_takes_new_sessions",
             ),
             models.CheckConstraint(
                 condition=Q(accepts=Accepts.MOVED.value, moved_to__isnull=False)

@@ -8,6 +8,7 @@ from enum import StrEnum
 class Phase(StrEnum):
     PREPARE = "prepare"  # Both stores are surveyed; guard, tables and rights are made sure of.
     BACKFILL = "backfill"  # The tenant is live; sessions go over, one bounded chunk per step.
+    SPLIT = "split"  # New sessions begin on the target, known ones stay until they are idle.
     DRAIN = "drain"  # The fence is closed; waits for the proof, then closes the store.
     DELTA = "delta"  # What changed since its copy goes over; deletes and shared state too.
     VERIFY = "verify"  # Every session must be equal; nothing writes either side.
@@ -26,28 +27,49 @@ class Phase(StrEnum):
 
 class Mode(StrEnum):
     FENCE = "fence"  # Every new turn is refused for a short, measured time.
+    SPLIT = "split"  # Only known sessions are, and only once they are idle.
 
 
 TABLE: dict[Phase, frozenset[Phase]] = {
     Phase.PREPARE: frozenset({Phase.BACKFILL, Phase.REOPEN}),
-    Phase.BACKFILL: frozenset({Phase.DRAIN, Phase.REOPEN}),
-    Phase.DRAIN: frozenset({Phase.DELTA, Phase.REOPEN}),
-    Phase.DELTA: frozenset({Phase.VERIFY, Phase.REOPEN}),
-    Phase.VERIFY: frozenset({Phase.TARGET, Phase.REOPEN}),
+    Phase.BACKFILL: frozenset({Phase.SPLIT, Phase.DRAIN, Phase.REOPEN}),
+    Phase.SPLIT: frozenset({Phase.DRAIN, Phase.REVERSE_DRAIN, Phase.REOPEN}),
+    Phase.DRAIN: frozenset({Phase.DELTA, Phase.REOPEN, Phase.SPLIT}),
+    Phase.DELTA: frozenset({Phase.VERIFY, Phase.REOPEN, Phase.SPLIT}),
+    Phase.VERIFY: frozenset({Phase.TARGET, Phase.REOPEN, Phase.SPLIT}),
     Phase.TARGET: frozenset({Phase.SOAK}),
     Phase.SOAK: frozenset({Phase.OFFBOARD, Phase.REVERSE_DRAIN}),
     Phase.OFFBOARD: frozenset({Phase.DONE}),
     Phase.DONE: frozenset(),
     Phase.REOPEN: frozenset({Phase.ABORTED}),
     Phase.ABORTED: frozenset(),
-    Phase.REVERSE_DRAIN: frozenset({Phase.REVERSE_DELTA, Phase.SOAK}),
-    Phase.REVERSE_DELTA: frozenset({Phase.REVERSE_VERIFY, Phase.SOAK}),
-    Phase.REVERSE_VERIFY: frozenset({Phase.REVERSE_TARGET, Phase.SOAK}),
+    Phase.REVERSE_DRAIN: frozenset({Phase.REVERSE_DELTA, Phase.SOAK, Phase.SPLIT}),
+    Phase.REVERSE_DELTA: frozenset({Phase.REVERSE_VERIFY, Phase.SOAK, Phase.SPLIT}),
+    Phase.REVERSE_VERIFY: frozenset({Phase.REVERSE_TARGET, Phase.SOAK, Phase.SPLIT}),
     Phase.REVERSE_TARGET: frozenset({Phase.ROLLED_BACK}),
     Phase.ROLLED_BACK: frozenset(),
 }
 
-# Where an abort leads. A phase that is missing here can't be aborted.
+# Where a phase leads when all goes well, unless the mode says otherwise.
+FORWARD: dict[Phase, Phase] = {
+    Phase.PREPARE: Phase.BACKFILL,
+    Phase.BACKFILL: Phase.DRAIN,
+    Phase.SPLIT: Phase.DRAIN,
+    Phase.DRAIN: Phase.DELTA,
+    Phase.DELTA: Phase.VERIFY,
+    Phase.VERIFY: Phase.TARGET,
+    Phase.TARGET: Phase.SOAK,
+    Phase.SOAK: Phase.OFFBOARD,
+    Phase.OFFBOARD: Phase.DONE,
+    Phase.REOPEN: Phase.ABORTED,
+    Phase.REVERSE_DRAIN: Phase.REVERSE_DELTA,
+    Phase.REVERSE_DELTA: Phase.REVERSE_VERIFY,
+    Phase.REVERSE_VERIFY: Phase.REVERSE_TARGET,
+    Phase.REVERSE_TARGET: Phase.ROLLED_BACK,
+}
+
+# Where an abort leads. A phase that is missing here can't be aborted. The way back leads to where
+# it came from: SOAK, or in split mode SPLIT.
 WAY_OUT: dict[Mode, dict[Phase, Phase]] = {
     Mode.FENCE: {
         Phase.PREPARE: Phase.REOPEN,
@@ -60,26 +82,42 @@ WAY_OUT: dict[Mode, dict[Phase, Phase]] = {
         Phase.REVERSE_DELTA: Phase.SOAK,
         Phase.REVERSE_VERIFY: Phase.SOAK,
     },
+    Mode.SPLIT: {
+        Phase.PREPARE: Phase.REOPEN,
+        Phase.BACKFILL: Phase.REOPEN,
+        # Before anything was born on the target; after that the rollback's way is the only one.
+        Phase.SPLIT: Phase.REOPEN,
+        Phase.DRAIN: Phase.SPLIT,
+        Phase.DELTA: Phase.SPLIT,
+        Phase.VERIFY: Phase.SPLIT,
+        Phase.REVERSE_DRAIN: Phase.SOAK,
+        Phase.REVERSE_DELTA: Phase.SOAK,
+        Phase.REVERSE_VERIFY: Phase.SOAK,
+    },
 }
 
 
-def way_out(mode: Mode, phase: Phase) -> Phase | None:
+def way_out(mode: Mode, phase: Phase, came_from: str = "") -> Phase | None:
     """Return where an abort leads from a phase; None: it can't be aborted there.
 
     >>> way_out(Mode.FENCE, Phase.VERIFY), way_out(Mode.FENCE, Phase.TARGET)
     (<Phase.REOPEN: 'reopen'>, None)
+    >>> way_out(Mode.SPLIT, Phase.REVERSE_VERIFY, "split")
+    <Phase.SPLIT: 'split'>
     """
-    return WAY_OUT[mode].get(phase)
+    out = WAY_OUT[mode].get(phase)
+    return Phase(came_from) if out is not None and phase in REVERSED and came_from else out
 
 
 def onward(mode: Mode, phase: Phase) -> Phase:
     """Return where a phase leads when all goes well.
 
-    >>> onward(Mode.FENCE, Phase.VERIFY), onward(Mode.FENCE, Phase.REVERSE_VERIFY)
-    (<Phase.TARGET: 'target'>, <Phase.REVERSE_TARGET: 'reverse_target'>)
+    >>> onward(Mode.FENCE, Phase.VERIFY), onward(Mode.SPLIT, Phase.BACKFILL)
+    (<Phase.TARGET: 'target'>, <Phase.SPLIT: 'split'>)
     """
-    [forward] = TABLE[phase] - {way_out(mode, phase)}
-    return forward
+    if mode is Mode.SPLIT and phase is Phase.BACKFILL:
+        return Phase.SPLIT
+    return FORWARD[phase]
 
 
 NO_RETURN = frozenset({Phase.TARGET, Phase.OFFBOARD, Phase.REVERSE_TARGET})

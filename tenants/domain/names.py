@@ -28,6 +28,7 @@ class StoreKind(StrEnum):
 
     ADK_SQL = "adk-sql"  # google-adk's DatabaseSessionService, on PostgreSQL or SQLite.
     ADK_SQLITE = "adk-sqlite"  # google-adk's SqliteSessionService: another layout, in a file.
+    ADK_SERVICE = "adk-service"  # Any BaseSessionService, by URI or dotted path: by replay.
 
 
 class BadSlug(Refused):
