@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from django.conf import settings
@@ -39,6 +39,8 @@ TOKEN_SECONDS = 1.0
 TOKENS_KEPT = 10_000
 # Errors of validation that one answer names.
 ERRORS_SHOWN = 5
+# Of the name of a field that a caller made up.
+NAME_SHOWN = 60
 
 
 class TokenCache:
@@ -218,13 +220,26 @@ def _refused(request: HttpRequest, error: Refused) -> HttpResponse:
 @api.exception_handler(ValidationError)
 def _invalid(request: HttpRequest, error: ValidationError) -> HttpResponse:
     # Where and why, never what: an input may hold a secret.
-    named = [
-        f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
-        for one in error.errors[:ERRORS_SHOWN]
-    ]
+    named = [f"{_where(one['loc'])}: {_why(one)}" for one in error.errors[:ERRORS_SHOWN]]
     if more := len(error.errors) - len(named):
         named.append(f"and {more} more")
     return _error(request, 422, "invalid", "; ".join(named))
+
+
+def _where(loc: Sequence[str | int]) -> str:
+    """Return which field a caller has to look at, without the names that only our code has."""
+    place, *rest = loc
+    if place == "path":
+        return "the address"
+    # The first is the name of our function's argument.
+    names = rest[1:] if place == "body" else rest
+    return ".".join(str(name)[:NAME_SHOWN] for name in names) or "the body"
+
+
+def _why(error: dict[str, Any]) -> str:
+    if error["type"] == "extra_forbidden":
+        return "there is no such field, so nothing was done"
+    return str(error["msg"])
 
 
 @api.exception_handler(HttpError)

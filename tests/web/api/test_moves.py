@@ -42,6 +42,14 @@ def test_a_program_starts_a_move_and_looks_at_it(operator: Any) -> None:
 
 
 @pytest.mark.usefixtures("stores")
+def test_a_start_that_asks_for_a_dry_run_of_itself_starts_nothing(operator: Any) -> None:
+    answer = operator.post("/ops/moves", {**ASKED, "dry_run": True})
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith("dry_run: ")
+    assert not TenantMigration.objects.exists()
+
+
+@pytest.mark.usefixtures("stores")
 @pytest.mark.parametrize("moment", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])
 def test_a_time_that_utc_does_not_have_starts_nothing(operator: Any, moment: str) -> None:
     answer = operator.post("/ops/moves", {**ASKED, "fence_not_before": moment})

@@ -282,7 +282,8 @@ def test_a_new_token_works_is_shown_once_and_can_be_revoked(
 
 def test_an_admins_operator_token_acts_for_the_admin_alone(cast: make.Cast, admin: Any) -> None:
     soon = (database_now() + timedelta(days=1)).isoformat()
-    body = {"name": "ci", "role": "operator", "expires_at": soon, "user": "vera"}
+    body = {"name": "ci", "role": "operator", "expires_at": soon}
+    assert admin.post("/ops/tokens", body | {"user": "vera"}).status_code == 422
     assert admin.post("/ops/tokens", body).json()["user"] == "anna"
 
 
@@ -310,6 +311,28 @@ def test_a_list_may_begin_with_the_newest(cast: make.Cast, monkeypatch: pytest.M
     assert seen == ["core", "bolt", "acme"]
 
 
+def test_a_refusal_names_the_field_as_its_caller_does(cast: make.Cast, admin: Any) -> None:
+    def said(path: str, body: Any = None) -> str:
+        answer = admin.post(path, body) if body is not None else admin.get(path)
+        assert shape(answer) == (422, "invalid")
+        return str(answer.json()["detail"])
+
+    assert said("/ops/regions", {"slug": "us1"}) == "name: Field required"
+    assert said("/ops/tokens?after=x").startswith("after: ")
+    assert said("/ops/moves/soon").startswith("the address: ")
+    assert said("/ops/regions", [1]).startswith("the body: ")
+
+
+def test_a_name_that_is_not_there_comes_with_the_list_of_those_that_are(
+    cast: make.Cast, admin: Any
+) -> None:
+    for path in ("/ops/tenants/acmee", "/ops/moves/99"):
+        answer = admin.get(path)
+        assert shape(answer) == (404, "not_found")
+        [address] = re.findall(r"GET /api/v1(\S+) lists them", answer.json()["detail"])
+        assert admin.get(address).status_code == 200
+
+
 # --- the whole surface ----------------------------------------------------------------------
 
 
@@ -320,6 +343,31 @@ def operations(client: Any) -> list[tuple[str, str]]:
         for path, methods in paths.items()
         for method in methods
     ]
+
+
+def test_every_operators_verb_refuses_a_field_that_it_does_not_know(nobody: Any) -> None:
+    document = nobody.get("/openapi.json").json()
+    bodies = {
+        path: operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        for path, methods in document["paths"].items()
+        for operation in methods.values()
+        if path.startswith("/api/v1/ops/") and "requestBody" in operation
+    }
+    schemas = document["components"]["schemas"]
+    takes_anything = {
+        path
+        for path, ref in bodies.items()
+        if schemas[ref.rpartition("/")[2]].get("additionalProperties", True)
+    }
+    assert bodies
+    assert takes_anything == set()
+
+
+def test_a_mistyped_field_is_named_and_nothing_is_done(cast: make.Cast, admin: Any) -> None:
+    answer = admin.post("/ops/regions", {"slug": "us1", "name": "US 1", "tiemzone": "UTC"})
+    assert shape(answer) == (422, "invalid")
+    assert answer.json()["detail"] == "tiemzone: there is no such field, so nothing was done"
+    assert not Region.objects.filter(slug="us1").exists()
 
 
 def test_the_document_is_public_and_names_every_call(nobody: Any) -> None:

@@ -33,9 +33,14 @@ def test_everybody_reads_why_machines_are_stopped(viewer: Any, finding: RestoreF
     assert (row["tenant"], row["homes"], row["opens"]) == ("acme", ["store-eu1-b"], False)
 
 
-@pytest.mark.parametrize("path", ["acme/settle", "acme/leave-refused", "start"])
-def test_only_an_admin_settles(operator: Any, finding: RestoreFinding, path: str) -> None:
-    answer = operator.post(f"/ops/restored/{path}", {"reason": "r", "store": "store-eu1-b"})
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [("acme/settle", {"store": "store-eu1-b"}), ("acme/leave-refused", {}), ("start", {})],
+)
+def test_only_an_admin_settles(
+    operator: Any, finding: RestoreFinding, path: str, more: dict[str, str]
+) -> None:
+    answer = operator.post(f"/ops/restored/{path}", {"reason": "r", **more})
     assert answer.status_code == 403
 
 
@@ -64,7 +69,6 @@ def test_a_move_is_not_started_while_machines_are_stopped(
         "target_cell": "cell-eu1-b",
         "target_store": "store-eu1-b",
         "reason": "r",
-        "dry_run": False,
     }
     answer = operator.post("/ops/moves", body)
     assert (answer.status_code, answer.json()["error"]) == (409, "machines_stopped")
