@@ -401,26 +401,28 @@ def mismatches(
 @router.get("/{pk}/mismatches/{mismatch}/versions", response=REFUSALS)
 def versions(request: HttpRequest, pk: int, mismatch: Id) -> HttpResponseBase:
     """Download both versions of one difference. Values may be secrets: operators only."""
-    require(request, Role.OPERATOR)
+    by = require(request, Role.OPERATOR).name
     row = _move(pk)
     found = row.mismatches.filter(pk=mismatch)
     if not found:
         raise NotFound(
             f"{row} has no mismatch {mismatch}. GET /api/v1/ops/moves/{pk}/mismatches lists them."
         )
-    return _file(row, found)
+    return _file(row, found, f"mismatch {mismatch}", by)
 
 
 @router.get("/{pk}/late-writes", response=REFUSALS)
 def late_versions(request: HttpRequest, pk: int) -> HttpResponseBase:
     """Download both versions of every late write at the closed source. Operators only."""
-    require(request, Role.OPERATOR)
+    by = require(request, Role.OPERATOR).name
     row = _move(pk)
-    return _file(row, queries.late_writes(row).iterator(chunk_size=100))
+    return _file(row, queries.late_writes(row).iterator(chunk_size=100), "late writes", by)
 
 
-def _file(move: TenantMigration, rows: Iterable[Mismatch]) -> HttpResponseBase:
-    pieces = versions_of(move, rows, now=database_now())
+def _file(move: TenantMigration, rows: Iterable[Mismatch], what: str, by: str) -> HttpResponseBase:
+    now = database_now()
+    pieces = versions_of(move, rows, now=now)
+    services.note_values_read(move, f"{what}, as a file", by=by, now=now)
     headers = {"Cache-Control": "no-store"}
     return StreamingHttpResponse(pieces, content_type="application/json", headers=headers)
 

@@ -19,7 +19,7 @@ PRACTISED = "Rollback practised"
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the preparation. `ok` None: not looked at, or not so, yet; it blocks nothing."""
+    """One line of the preparation. `ok` None: it is not so, and blocks nothing; advice."""
 
     name: str
     ok: bool | None

@@ -593,6 +593,13 @@ def _audit(
     )
 
 
+def note_values_read(of: TenantMigration, what: str, *, by: str, now: datetime) -> None:
+    """Keep who was shown values of sessions; they may be secrets."""
+    with transaction.atomic():
+        after = {"tenant": str(of.tenant), "what": what}
+        _audit(of, "read_values", by=by, reason="", now=now, after=after)
+
+
 def _plain(value: Any) -> Any:
     return value.isoformat() if isinstance(value, datetime) else value
 

@@ -486,10 +486,13 @@ def accept(request: HttpRequest, pk: int) -> HttpResponse:
 @access(Role.OPERATOR)
 def mismatch(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponse:
     """Both sides of one mismatch. Values may be secrets, so viewers don't see them."""
-    seen, row = _mismatch(pk, mismatch_pk)
+    now, (seen, row) = database_now(), _mismatch(pk, mismatch_pk)
     diff, refused = _diff(seen.move, row)
+    if diff is not None:
+        by = request.user.get_username()
+        services.note_values_read(seen.move, f"mismatch {row.pk}", by=by, now=now)
     context = {
-        "now": database_now(),
+        "now": now,
         "seen": seen,
         "move": seen.move,
         "line": mismatch_panel.mismatch_line(seen, row),
@@ -519,7 +522,8 @@ def _diff(move: TenantMigration, row: Mismatch) -> tuple[diff_panel.Diff | None,
 def versions(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponseBase:
     """Both versions of one mismatch, as a file."""
     seen, row = _mismatch(pk, mismatch_pk)
-    return _file(request, seen, [row], f"{seen.move}-{row.pk}-both-versions.json")
+    name = f"{seen.move}-{row.pk}-both-versions.json"
+    return _file(request, seen, [row], f"mismatch {row.pk}", name)
 
 
 @require_safe
@@ -528,16 +532,19 @@ def late_versions(request: HttpRequest, pk: int) -> HttpResponseBase:
     """Both versions of every late write, in one file."""
     seen = _seen(pk)
     late = queries.late_writes(seen.move).iterator(chunk_size=100)
-    return _file(request, seen, late, f"{seen.move}-late-writes.json")
+    return _file(request, seen, late, "late writes", f"{seen.move}-late-writes.json")
 
 
 def _file(
-    request: HttpRequest, seen: Seen, found: Iterable[Mismatch], name: str
+    request: HttpRequest, seen: Seen, found: Iterable[Mismatch], what: str, name: str
 ) -> HttpResponseBase:
+    now = database_now()
     try:
-        pieces = diff_panel.versions(seen.move, found, now=database_now())
+        pieces = diff_panel.versions(seen.move, found, now=now)
     except Refused as refusal:
         return _page(request, seen, refused=str(refusal))
+    by = request.user.get_username()
+    services.note_values_read(seen.move, f"{what}, as a file", by=by, now=now)
     return StreamingHttpResponse(
         pieces,
         content_type="application/json",

@@ -60,7 +60,8 @@ class Attention:
     review: int = 0
 
 
-HALT_RANK, LOST_RANK, SILENT_RANK = 0, 1, 3
+# A halt stops even moves whose fence is closed, which come before all else.
+HALT_RANK, LOST_RANK, SILENT_RANK = -1, 1, 3
 # Instances that one line names.
 NAMED = 4
 
@@ -298,9 +299,10 @@ def _said_to_be_dead(now: datetime) -> list[Attention]:
     return [
         Attention(
             rank=LOST_RANK,
-            status=Status("waiting", "Second person"),
+            status=Status("waiting", "To confirm"),
             title=f"{row.dead_asked_by} says that instance {row.name} of {row.cell} is dead",
-            text=f"{row.dead_asked_why} A second person confirms it, by {until:%H:%M:%S} UTC.",
+            text=f"Why: {row.dead_asked_why.rstrip('. ')}. A second person confirms it, by"
+            f" {until:%H:%M:%S} UTC.",
             since=row.dead_asked_at,
             kind="instance",
             key=str(row.pk),

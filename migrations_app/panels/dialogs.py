@@ -251,13 +251,13 @@ def _rollback_dialog(seen: Seen, now: datetime) -> Dialog:
     tenant, source, target = move.tenant, move.source_store, move.target_store
     quote = queries.fence_quote(move, now=now)
     over = quote.worst > move.budget_seconds
-    if move.touched_at is None:
+    if move.touched is None:
         touched = "Not looked at yet: SOAK looks once a minute. The estimate counts what runtimes"
         touched += " said they served."
     else:
-        touched = f"{counted(move.touched or 0, 'session')} written, born or deleted on {target},"
-        touched += f" counted at {clock(move.touched_at, now)};"
-        touched += f" {queries.to_carry(move):,} with those that runtimes served since."
+        touched = f"{counted(move.touched, 'session')} written, born or deleted on {target},"
+        touched += f" counted at {clock(move.touched_at, now)}; {queries.to_carry(move):,} to carry"
+        touched += " back, with those that runtimes served since."
     if seen.soak_over(now):
         left = f"None: it is over. The copy on {source} is still there."
     elif move.soak_until is None:

@@ -101,8 +101,8 @@ def _line(seen: Seen, speed: float | None, expected: float | None, now: datetime
         eta = elapsed(remaining) if remaining else "over"
         progress = f"{_soaked(move.soak_seconds - remaining)} of {limit(move.soak_seconds)}"
     elif phase == Phase.PREPARE and move.checks:
-        green = sum(check["ok"] is True for check in move.checks)
-        progress = f"{green} of {len(move.checks)} checks"
+        green, of = seen.green_checks
+        progress = f"{green} of {of} checks"
     elif left is not None:
         eta = elapsed(max(1, left))
     fence_now = "open"

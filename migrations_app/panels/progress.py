@@ -46,8 +46,9 @@ class Facts:
     users: int | None
     interrupted: int
     changed_at_drain: int | None
-    # Sessions written, born or deleted on the target since the cutover. None: no matter, or
-    # not looked at yet.
+    # Whether it matters what the tenant has touched since the cutover.
+    way_back: bool
+    # Sessions written, born or deleted on the target since then. None: not looked at yet.
     touched: int | None
 
 
@@ -59,6 +60,7 @@ def facts(seen: Seen, *, now: datetime) -> Facts:
         where = f"{where}, {way.index(phase) + 1} of {len(way)}"
     sees = "Retry-after" if seen.fenced else f"Served on {seen.home_store}"
     surveyed = phase != Phase.PREPARE or move.sessions > 0
+    way_back = phase == Phase.SOAK or seen.going_back
     return Facts(
         phase=where,
         elapsed_seconds=((move.ended_at or now) - move.started_at).total_seconds(),
@@ -66,9 +68,10 @@ def facts(seen: Seen, *, now: datetime) -> Facts:
         sessions=move.sessions if surveyed else None,
         users=move.users if surveyed else None,
         interrupted=move.interrupted,
-        # On the way back it is what was touched.
-        changed_at_drain=None if seen.fence_goes_back else move.changed_at_drain,
-        touched=move.touched if phase == Phase.SOAK or seen.going_back else None,
+        # Past the cutover it is what was touched.
+        changed_at_drain=None if way_back or seen.fence_goes_back else move.changed_at_drain,
+        way_back=way_back,
+        touched=move.touched if way_back and move.touched_at is not None else None,
     )
 
 
@@ -232,8 +235,8 @@ def _step_notes(
     if at is None:
         return
     if phase == Phase.PREPARE and move.checks:
-        green = sum(check["ok"] is True for check in move.checks)
-        yield f"{green} of {len(move.checks)} checks"
+        green, of = seen.green_checks
+        yield f"{green} of {of} checks"
     if phase == Phase.BACKFILL:
         if left is None:
             yield f"pass {max(1, move.passes)}, {done_of(move)}"
@@ -364,9 +367,8 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
     """Return a reading, what it is of, and the bar's percent; never all of it with work left."""
     move, phase = seen.move, seen.phase
     if phase == Phase.PREPARE:
-        green = sum(check["ok"] is True for check in move.checks)
-        share = share_of(green, len(move.checks)) or 0.0
-        return str(green), f"of {counted(len(move.checks), 'check')} green", share
+        green, of = seen.green_checks
+        return str(green), f"of {counted(of, 'check')} green", share_of(green, of) or 0.0
     if seen.opening_again:
         return count(move.sessions), f"sessions stay on {move.target_store}", 0.0
     if phase == Phase.SOAK and move.soak_until is not None:
@@ -467,6 +469,7 @@ STAGE_TITLES = {
 }
 PHASE_TITLES = {
     Phase.PREPARE: "Checking both stores",
+    Phase.SPLIT: "New sessions begin on the target",
     Phase.DRAIN: "Waiting for running turns",
     Phase.DELTA: "Copying what changed",
     Phase.VERIFY: "Comparing every session",
@@ -533,8 +536,9 @@ def _progress_rows(
     if move.interrupted and phase != Phase.DONE:
         yield Row("Interrupted turns, copied as they are", count(move.interrupted))
     if phase == Phase.SOAK or seen.going_back or phase == Phase.ROLLED_BACK:
-        looked = f", looked at {clock(move.touched_at, now)}" if move.touched_at else ""
-        touched = f"{count(move.touched)}{looked}" if move.touched_at else "not looked at yet"
+        touched = "not looked at yet"
+        if move.touched is not None:
+            touched = f"{count(move.touched)}, looked at {clock(move.touched_at, now)}"
         yield Row("Touched since the cutover", touched)
     if phase == Phase.SOAK and seen.late_writes:
         yield Row("Late writes at the source", count(seen.late_writes), "differs")

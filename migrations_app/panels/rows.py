@@ -19,28 +19,37 @@ CHART_POINTS = 240
 SAMPLE_ROWS = 12
 
 
+# What a check's `ok` looks like. One that is not so blocks nothing: it is said, and not counted.
+CHECK = {
+    True: Status("ok", "Green"),
+    False: Status("blocked", "Red"),
+    None: Status("warn", "Advice"),
+}
+
+
 @dataclass(frozen=True)
 class Checks:
     lines: tuple[tuple[Status, str, str], ...]
     findings: tuple[Mapping[str, Any], ...]
     green: int
     red: int
+    advice: int
+
+    @property
+    def counted(self) -> int:
+        return self.green + self.red
 
 
 def checks(seen: Seen) -> Checks:
     """Return PREPARE's checks in their order, each with its state and reason."""
-    lines = []
-    for check in seen.move.checks:
-        if check["ok"] is None:
-            status = Status("waiting", "Waiting")
-        else:
-            status = Status("ok", "Green") if check["ok"] else Status("blocked", "Red")
-        lines.append((status, str(check["name"]), str(check["detail"])))
+    found = seen.move.checks
+    count_of = {ok: sum(check["ok"] is ok for check in found) for ok in CHECK}
     return Checks(
-        tuple(lines),
+        tuple((CHECK[check["ok"]], str(check["name"]), str(check["detail"])) for check in found),
         tuple(seen.move.findings),
-        green=sum(check["ok"] is True for check in seen.move.checks),
-        red=sum(check["ok"] is False for check in seen.move.checks),
+        green=count_of[True],
+        red=count_of[False],
+        advice=count_of[None],
     )
 
 

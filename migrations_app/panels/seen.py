@@ -120,6 +120,12 @@ class Seen:
         return [check for check in self.move.checks if check["ok"] is False]
 
     @property
+    def green_checks(self) -> tuple[int, int]:
+        """How many checks of PREPARE are green, and of how many; advice is none of them."""
+        states = [check["ok"] for check in self.move.checks if check["ok"] is not None]
+        return sum(states), len(states)
+
+    @property
     def ready(self) -> bool:
         """Whether the move only waits for somebody to start the drain."""
         move = self.move

@@ -9,6 +9,7 @@ from django.urls import reverse
 
 from migrations_app.domain.phases import Phase
 from migrations_app.models import Mismatch, TenantMigration
+from tenants.models import AuditEntry
 from tests import make, scene
 from tests.stores import Raw
 from tests.web.conftest import APP, People
@@ -40,6 +41,19 @@ def test_what_differs_stands_beside_each_other(
     html = people.operator.get(address(row)).content.decode()
     assert 'data-side="target"' in html
     assert "CHANGED" in html
+
+
+def test_who_was_shown_values_is_kept(
+    row: Mismatch, sides: tuple[Raw, Raw], people: People
+) -> None:
+    people.operator.get(address(row))
+    people.operator.get(reverse("versions", args=[row.move_id, row.pk]))
+    lines = AuditEntry.objects.filter(verb="move.read_values").order_by("pk")
+    assert [(line.who, line.subject, line.after["what"]) for line in lines] == [
+        ("olga", str(row.move), f"mismatch {row.pk}"),
+        ("olga", str(row.move), f"mismatch {row.pk}, as a file"),
+    ]
+    assert "step" not in str([line.after for line in lines])
 
 
 def test_two_equal_sides_say_so(row: Mismatch, sides: tuple[Raw, Raw], people: People) -> None:

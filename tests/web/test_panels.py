@@ -6,14 +6,17 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 import pytest
+from django.urls import reverse
 
 from migrations_app import queries
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from migrations_app.panels import fence, head, lists, overview, progress
+from migrations_app.panels.rows import checks as checks_panel
 from migrations_app.panels.seen import Seen, seen
 from tenants import panels as tenants_panels
 from tests import make, scene
+from tests.web.conftest import HTMX, People
 
 Moving = Callable[..., TenantMigration]
 
@@ -292,3 +295,18 @@ def test_silent_instances_of_a_cell_are_one_line(here: make.Cast, at: datetime) 
     here.other_cell.instances.update(polled_at=later, reported_at=later)
     (item,) = tenants_panels.attention(now=later)
     assert item.title == "2 instances of cell-eu1-a are silent"
+
+
+def test_advice_of_the_preparation_is_no_check_that_waits(moving: Moving, at: datetime) -> None:
+    move = moving(Phase.PREPARE)
+    panel = checks_panel(read(move))
+    assert (panel.green, panel.counted, panel.advice) == (6, 6, 1)
+    assert panel.lines[-1][0].word == "Advice"
+    assert progress.progress(read(move), now=at).reading == "6"
+    assert progress.progress(read(move), now=at).context == "of 6 checks green"
+
+
+def test_the_log_names_the_phase_whose_result_it_tells(moving: Moving, people: People) -> None:
+    move = moving(Phase.SOAK)
+    html = people.viewer.get(reverse("log", args=[move.pk]), headers=HTMX).content.decode()
+    assert "<b>TARGET → SOAK</b> Placement version 4" in html

@@ -9,6 +9,7 @@ import pytest
 from django.test import Client
 
 from durable.clock import database_now
+from migrations_app.domain.phases import Phase
 from migrations_app.models import RestoreFinding
 from tenants import queries, services
 from tenants.domain.roles import Role
@@ -64,6 +65,8 @@ def test_the_strip_tells_of_a_halt_at_its_next_poll(cast: make.Cast) -> None:
 
 
 def test_the_worst_thing_on_the_overview_is_the_halt(halted: make.Cast) -> None:
+    blocked = scene.move(halted, Phase.VERIFY, now=database_now())
+    scene.mismatches(blocked, now=database_now())
     response = signed_in(Role.VIEWER).get("/attention/")
     first = response.context["items"][0]
     assert (first.kind, first.text) == ("halt", WHY)

@@ -63,6 +63,19 @@ def test_what_was_not_looked_at_yet_is_said(moving: Moving, people: People) -> N
     assert "Touched since the cutover not looked at yet" in text_of(page(people.viewer, move))
 
 
+def test_nothing_is_said_to_be_untouched_before_somebody_looked(
+    moving: Moving, people: People
+) -> None:
+    text = text_of(page(people.viewer, moving(Phase.SOAK, touched=None, touched_at=None)))
+    assert "Touched since cutover –" in text
+    assert "Changed at drain" not in text
+
+
+def test_each_figure_of_a_rollbacks_price_has_its_own_label(moving: Moving, people: People) -> None:
+    text = text_of(page(people.viewer, moving(Phase.SOAK, into=3600.0)))
+    assert re.search(r"A rollback now, expected [\d.]+s A rollback now, at worst 1m \d\ds", text)
+
+
 def test_a_fence_over_its_budget_asks_for_a_larger_one(
     moving: Moving, people: People, guarded: Callable[[TenantMigration], None]
 ) -> None:
