@@ -42,7 +42,7 @@ def resolve(reference: str, kind: str = "adk-sql") -> Postgres | Sqlite:
     `sqlite+aiosqlite:////abs/file`) and their plain forms. Raises AddressMissing,
     or UnknownKind for another database.
     """
-    return parse(_read(reference), reference, kind)
+    return parse(read(reference), reference, kind)
 
 
 def parse(address: str, reference: str, kind: str = "adk-sql") -> Postgres | Sqlite:
@@ -70,7 +70,8 @@ def parse(address: str, reference: str, kind: str = "adk-sql") -> Postgres | Sql
     )
 
 
-def _read(reference: str) -> str:
+def read(reference: str) -> str:
+    """Return the address behind a reference; raises AddressMissing, which never quotes it."""
     kind, _, name = reference.partition(":")
     if kind == "env" and name:
         address = os.environ.get(name, "").strip()
