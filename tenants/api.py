@@ -155,6 +155,18 @@ class ScopeOut(Schema):
     weight: float
 
 
+class SideOut(Schema):
+    cell: str
+    store: str
+
+
+class SidesOut(Schema):
+    # Asked first: serves the sessions that its store has.
+    existing: SideOut
+    # Serves what the first has said it does not know.
+    new: SideOut
+
+
 class EntryOut(Schema):
     tenant: str
     agent: str
@@ -164,6 +176,14 @@ class EntryOut(Schema):
     accepts: Literal["all", "none", "existing", "new", "moved"]
     # The cell that a tombstone names.
     moved_to: str | None
+    # The cell that owns the tenant, where this one does not: only announced here, or the far side
+    # of a split. Null: this cell does, or the entry is a tombstone.
+    home_cell: str | None
+    # True: this cell is the home of a tenant that is split, so a session that its store does not
+    # have may be the far side's.
+    split: bool
+    # Null: not split.
+    sides: SidesOut | None
     store: StoreOut
     runner_generation: int
     scope: ScopeOut
@@ -318,6 +338,17 @@ def leave(request: HttpRequest, instance: Text) -> HttpResponse:
 # --- gateways -------------------------------------------------------------------------------
 
 
+class FeedSideOut(SideOut):
+    cell_url: str
+
+
+class FeedSidesOut(Schema):
+    # The home. Each turn is offered to it first.
+    existing: FeedSideOut
+    # Where a turn goes, marked, to which the first has said "not here".
+    new: FeedSideOut
+
+
 class PlacementOut(Schema):
     tenant: str
     app_name: str
@@ -326,7 +357,7 @@ class PlacementOut(Schema):
     store: str
     placement_version: str
     # Null: not split.
-    sides: None
+    sides: FeedSidesOut | None
     home_region: str
     fail_mode: Literal["closed", "open"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from django.core.paginator import Page, Paginator
-from django.db.models import Count, Q, QuerySet
+from django.db.models import Count, F, Q, QuerySet
 
 from tenants import queries
 from tenants.domain.fence import Accepts, GoneWhy, ask_ends, has_lapsed
@@ -407,10 +407,11 @@ def tenants_page(wanted: TenantsFilter) -> TenantsPage:
     first = f"-{columns[0]}" if descending else columns[0]
     page = Paginator(rows.order_by(first, *columns[1:]), PAGE_ROWS).get_page(wanted.page)
     shown = list(page.object_list)
+    # At home: a cell that was only announced a tenant accepts none of it either.
     fenced = set(
-        PolicyEntry.objects.filter(tenant__in=shown, accepts=Accepts.NONE).values_list(
-            "tenant_id", flat=True
-        )
+        PolicyEntry.objects.filter(
+            tenant__in=shown, accepts=Accepts.NONE, cell=F("tenant__placement__cell")
+        ).values_list("tenant_id", flat=True)
     )
     lines = tuple(TenantLine(row, row.placement, row.pk in fenced) for row in shown)
     return TenantsPage(lines, page, wanted, total)

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib.auth.models import AnonymousUser, User
-from django.db.models import Q, Subquery
+from django.db.models import Q, QuerySet, Subquery
 
 from tenants.domain.fence import (
     Facts,
@@ -97,10 +97,35 @@ def fence_proof(cell: Cell, tenant: Tenant, version: int, *, now: datetime) -> P
     """
     # One statement, so one moment: a process that joins anew hands its running turns from one
     # row to another, and two reads could miss both.
-    instances = RuntimeInstance.objects.filter(
-        Q(gone_at=None) | Q(gone_at__gt=now - GONE_SHOWN), cell=cell
-    ).order_by("name", "pk")
-    return judge(_facts(instances, tenant), version, now=now)
+    return judge(_facts(_of_a_proof(cell, now), tenant), version, now=now)
+
+
+def older_proof(cell: Cell, tenant: Tenant, version: int, *, now: datetime) -> Proof:
+    """Return whether everywhere the turns have ended that began before `version` was applied.
+
+    As `fence_proof`, but turns that entered by the entry published at `version` may go on: after
+    `existing` nothing can be born in the cell once this has held. The counts are of older turns.
+    """
+    facts = _facts(_of_a_proof(cell, now), tenant, older=True)
+    return judge(facts, version, now=now)
+
+
+def announced_check(
+    cell: Cell, tenant: Tenant, version: int, *, now: datetime
+) -> list[InstanceWord]:
+    """Return the instances of the cell that have not applied what was announced at `version`.
+
+    Whoever has applied it holds the tenant's scope, for the entry carries it. One that lapsed is
+    not waited for, and one that never asked for a policy is told with its first.
+    """
+    alive = RuntimeInstance.objects.filter(cell=cell, gone_at=None).order_by("name", "pk")
+    words = judge(_facts(alive, tenant), version, now=now).instances
+    return [word for word in words if word.state == "missing"]
+
+
+def _of_a_proof(cell: Cell, now: datetime) -> QuerySet[RuntimeInstance]:
+    rows = RuntimeInstance.objects.filter(Q(gone_at=None) | Q(gone_at__gt=now - GONE_SHOWN))
+    return rows.filter(cell=cell).order_by("name", "pk")
 
 
 def live_instances(cell: Cell, *, now: datetime) -> list[RuntimeInstance]:
@@ -167,7 +192,9 @@ def placement_feed(*, since: str) -> Feed | None:
     if known == current.number:
         return None
     full = known is None or known > current.number
-    rows = Placement.objects.select_related("tenant", "cell__region", "store")
+    rows = Placement.objects.select_related(
+        "tenant", "cell__region", "store", "split_cell", "split_store"
+    )
     if not full:
         rows = rows.filter(feed_version__gt=known)
     return Feed(
@@ -181,8 +208,7 @@ def placement_feed(*, since: str) -> Feed | None:
                 "cell_url": row.cell.url,
                 "store": row.store.key,
                 "placement_version": str(Version(current.epoch, row.placement_version)),
-                # Both sides of a split move; none is built yet, and the field is on the wire.
-                "sides": None,
+                "sides": _sides(row),
                 "home_region": row.cell.region.slug,
                 "fail_mode": "closed",
             }
@@ -235,8 +261,25 @@ def digest(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def _sides(row: Placement) -> dict[str, Any] | None:
+    if row.split_cell is None or row.split_store is None:
+        return None
+    return {
+        "existing": {"cell": row.cell.slug, "cell_url": row.cell.url, "store": row.store.key},
+        "new": {
+            "cell": row.split_cell.slug,
+            "cell_url": row.split_cell.url,
+            "store": row.split_store.key,
+        },
+    }
+
+
 def _entry(entry: PolicyEntry, current_epoch: str) -> dict[str, Any]:
     return {
+        # Entries that were published before there were splits have none of these.
+        "home_cell": None,
+        "split": False,
+        "sides": None,
         **entry.document,
         "accepts": entry.accepts,
         "placement_version": str(Version(current_epoch, entry.placement_version)),
@@ -244,12 +287,15 @@ def _entry(entry: PolicyEntry, current_epoch: str) -> dict[str, Any]:
     }
 
 
-def _facts(rows: Iterable[RuntimeInstance], tenant: Tenant | None) -> list[Facts]:
+def _facts(
+    rows: Iterable[RuntimeInstance], tenant: Tenant | None, *, older: bool = False
+) -> list[Facts]:
     current = epoch()
-    return [_fact(row, current, tenant) for row in rows]
+    return [_fact(row, current, tenant, older) for row in rows]
 
 
-def _fact(row: RuntimeInstance, current_epoch: str, tenant: Tenant | None) -> Facts:
+def _fact(row: RuntimeInstance, current_epoch: str, tenant: Tenant | None, older: bool) -> Facts:
+    running = row.in_flight_older if older else row.in_flight
     return Facts(
         id=row.pk,
         name=row.name,
@@ -262,6 +308,6 @@ def _fact(row: RuntimeInstance, current_epoch: str, tenant: Tenant | None) -> Fa
         hurried_at=row.hurried_at,
         # A version of another epoch counts as nothing applied.
         applied_version=row.applied_version if row.applied_epoch == current_epoch else 0,
-        in_flight=row.in_flight.get(tenant.slug, 0) if tenant is not None else 0,
+        in_flight=running.get(tenant.slug, 0) if tenant is not None else 0,
         gone=row.gone_at is not None,
     )

@@ -38,71 +38,217 @@ class PlacementChanged(Refused):
     retry_after_seconds = 1
 
 
-def publish(tenant: Tenant, cell: Cell, *, accepts: Literal["all", "none"]) -> int:
+class TenantIsSplit(Refused):
+    """The tenant is split already, so no cell takes all of its turns."""
+
+
+class CanNotSplit(Refused):
+    """The tenant's home still takes new sessions, or both sides would be one cell."""
+
+
+def publish(
+    tenant: Tenant, cell: Cell, *, accepts: Literal["all", "none", "existing", "new"]
+) -> int:
     """Publish which turns the cell takes of the tenant; return the policy version that says so.
 
     Inside the caller's transaction, which must exist. Raises NotHere where the cell has no
     entry of the tenant or only a tombstone: a late caller must not bring it back to life there.
+    Nor may it open a cell that was only announced: only the home takes `all` or `existing`, and
+    only the far side of a split takes `new`. Raises TenantIsSplit for `all` during a split.
     """
     assert_in_transaction()
     chosen = Accepts(accepts)
-    if chosen not in {Accepts.ALL, Accepts.NONE}:
+    if chosen == Accepts.MOVED:
         raise ValueError(f"{accepts} is not published by itself")
     # The lock is held until commit, so commit order is version order: who reads version 8 finds
     # everything that 7 changed.
     [locked] = lock_cells({cell.pk})
-    version = _next_version(locked)
-    changed = (
-        PolicyEntry.objects.filter(cell=locked, tenant=tenant)
-        .exclude(accepts=Accepts.MOVED)
-        .update(version=version, accepts=chosen)
-    )
-    if not changed:
+    # Holds still as far as it is this cell's: whoever makes it, or no longer lets it be, the
+    # home or a split's far side locks this cell first.
+    placement = Placement.objects.get(tenant=tenant)
+    may = {
+        Accepts.ALL: placement.cell_id,
+        Accepts.EXISTING: placement.cell_id,
+        Accepts.NEW: placement.split_cell_id,
+        Accepts.NONE: locked.pk,
+    }[chosen]
+    entries = PolicyEntry.objects.filter(cell=locked, tenant=tenant).exclude(accepts=Accepts.MOVED)
+    if may != locked.pk or not entries.exists():
         raise NotHere(
             f"{locked} does not own {tenant}, so nothing can be published for it there. Look up "
             "where it lives now."
         )
+    if chosen == Accepts.ALL and placement.split_cell_id is not None:
+        raise TenantIsSplit(
+            f"{tenant} is split between two cells, so neither may take all of its turns. End the "
+            "split first."
+        )
+    version = _next_version(locked)
+    entries.update(version=version, accepts=chosen)
     return version
+
+
+def announce(tenant: Tenant, cell: Cell, store: Store) -> int:
+    """Tell a cell of a tenant that may come to it; return the policy version that says so.
+
+    Its instances then know the tenant's scope and store before anything moves, and take no turn.
+    Inside the caller's transaction, which must exist. Announced already and nothing changed
+    since: no version is raised. An entry of the home, or of a side of a split, is left alone.
+    Raises PlacementChanged.
+    """
+    assert_in_transaction()
+    placement, cells = _hold(tenant, cell)
+    locked = cells[cell.pk]
+    entry = PolicyEntry.objects.filter(cell=locked, tenant=tenant).first()
+    if entry is not None and _takes_turns(placement, entry):
+        return entry.version
+    home = PolicyEntry.objects.get(cell=placement.cell_id, tenant=tenant)
+    announced = {
+        "accepts": Accepts.NONE,
+        "moved_to": None,
+        "placement_version": placement.placement_version,
+        "store": store,
+        "runner_generation": home.runner_generation,
+        "document": _document(tenant, store, home=cells[placement.cell_id]),
+    }
+    if entry is not None and all(getattr(entry, key) == said for key, said in announced.items()):
+        return entry.version
+    return _put(tenant, locked, announced)
+
+
+def withdraw(tenant: Tenant, cell: Cell) -> None:
+    """Take an announcement back: the cell keeps a tombstone that names the home.
+
+    Inside the caller's transaction, which must exist. Does nothing where nothing is announced: at
+    the home, at a side of a split, at a tombstone. Raises PlacementChanged.
+    """
+    assert_in_transaction()
+    placement, cells = _hold(tenant, cell)
+    entry = PolicyEntry.objects.filter(cell=cell, tenant=tenant).first()
+    if entry is None or entry.accepts == Accepts.MOVED or _takes_turns(placement, entry):
+        return
+    home = cells[placement.cell_id]
+    _bury(tenant, cells[cell.pk], home, placement.placement_version)
+
+
+def split(tenant: Tenant, *, cell: Cell, store: Store, by: str, reason: str, now: datetime) -> int:
+    """Let new sessions begin at (cell, store) while the home serves those that it knows.
+
+    Return the placement_version that says so. Inside the caller's transaction, which must
+    exist. Call it once nothing can be born at the home any more: it has to accept `existing`, and
+    `queries.older_proof` of that version has held. Split so already, both sides are opened again
+    and the placement_version stays. Raises CanNotSplit, TenantIsSplit, PlacementChanged.
+    """
+    assert_in_transaction()
+    placement, cells = _hold(tenant, cell)
+    home, target = cells[placement.cell_id], cells[cell.pk]
+    if home.pk == target.pk:
+        raise CanNotSplit(
+            f"{tenant} lives in {home} already, and a cell has one entry of a tenant, so the two "
+            "sides of a split need two cells. Choose another cell."
+        )
+    entry = PolicyEntry.objects.get(cell=home, tenant=tenant)
+    if placement.split_cell_id is not None:
+        if (placement.split_cell_id, placement.split_store_id) != (cell.pk, store.pk):
+            raise TenantIsSplit(
+                f"{tenant} is split towards {placement.split_cell} already. End that split first."
+            )
+        if entry.accepts != Accepts.EXISTING:
+            publish(tenant, home, accepts="existing")
+        if not PolicyEntry.objects.filter(cell=target, tenant=tenant, accepts=Accepts.NEW).exists():
+            publish(tenant, target, accepts="new")
+        return placement.placement_version
+    if entry.accepts != Accepts.EXISTING:
+        # One session could then be born on both sides.
+        raise CanNotSplit(
+            f"{home} accepts {entry.accepts!r} of {tenant}, so a session could begin on both "
+            "sides. Publish `existing` there first and wait until older turns have ended."
+        )
+    counter = lock_counter()
+    raise_placement(counter)
+    sides = {
+        "existing": {"cell": home.slug, "store": placement.store.key},
+        "new": {"cell": target.slug, "store": store.key},
+    }
+    _put(
+        tenant,
+        home,
+        {
+            "placement_version": counter.placement_version,
+            "document": entry.document | {"split": True, "sides": sides},
+        },
+    )
+    _put(
+        tenant,
+        target,
+        {
+            "accepts": Accepts.NEW,
+            "moved_to": None,
+            "placement_version": counter.placement_version,
+            "store": store,
+            "runner_generation": entry.runner_generation,
+            "document": _document(tenant, store, home=home, sides=sides),
+        },
+    )
+    Placement.objects.filter(pk=placement.pk).update(
+        split_cell=target,
+        split_store=store,
+        placement_version=counter.placement_version,
+        feed_version=counter.feed_version,
+    )
+    note_placement(tenant, home, placement.store, counter, by=by, reason=reason, now=now)
+    return counter.placement_version
+
+
+def unsplit(tenant: Tenant, *, by: str, reason: str, now: datetime) -> int:
+    """End a split towards the home, which accepts all turns again; return the placement_version.
+
+    The far side keeps a tombstone that names the home. Inside the caller's transaction, which
+    must exist. Not split, it is `place` at the home. Raises PlacementChanged.
+    """
+    assert_in_transaction()
+    placement, cells = _hold(tenant)
+    return place(
+        tenant,
+        cell=cells[placement.cell_id],
+        store=placement.store,
+        by=by,
+        reason=reason,
+        now=now,
+    )
 
 
 def place(tenant: Tenant, *, cell: Cell, store: Store, by: str, reason: str, now: datetime) -> int:
     """Make (cell, store) the tenant's home for routers; return the placement_version that says so.
 
     Inside the caller's transaction, which must exist. The target cell accepts all turns from
-    here on; the cell that it left keeps a tombstone that names the new one. Placed where it is
-    already, it keeps its placement_version. Raises PlacementChanged if somebody else
-    placed it meanwhile.
+    here on; each cell that it left keeps a tombstone that names the new one, and a split has
+    ended. Placed where it is already and not split, it keeps its placement_version. Raises
+    PlacementChanged if somebody else placed it meanwhile.
     """
     assert_in_transaction()
-    was = Placement.objects.get(tenant=tenant)
-    cells = {one.pk: one for one in lock_cells({was.cell_id, cell.pk})}
-    # Only now does the row hold still: every writer of it locks its cell first.
-    placement = Placement.objects.select_related("store").get(tenant=tenant)
-    if placement.cell_id != was.cell_id:
-        raise PlacementChanged(f"{tenant} has just been placed elsewhere. Try again.")
+    placement, cells = _hold(tenant, cell)
     target = cells[cell.pk]
     entry = PolicyEntry.objects.get(cell=placement.cell_id, tenant=tenant)
-    if placement.cell_id == cell.pk and placement.store_id == store.pk:
+    at_home = placement.cell_id == cell.pk and placement.store_id == store.pk
+    if at_home and placement.split_cell_id is None:
         if entry.accepts != Accepts.ALL:
             publish(tenant, target, accepts="all")
         return placement.placement_version
     counter = lock_counter()
     raise_placement(counter)
-    if placement.cell_id != cell.pk:
-        # First the tombstone, then the new owner: a constraint lets only one cell own a tenant.
-        left = cells[placement.cell_id]
-        PolicyEntry.objects.filter(pk=entry.pk).update(
-            version=_next_version(left),
-            accepts=Accepts.MOVED,
-            moved_to=target,
-            placement_version=counter.placement_version,
-            document=entry.document | {"moved_to": target.slug},
-        )
+    # First the tombstones, then the new owner: constraints let only one cell own a tenant, and
+    # only one take its new sessions.
+    for left in (placement.cell_id, placement.split_cell_id):
+        if left is not None and left != cell.pk:
+            _bury(tenant, cells[left], target, counter.placement_version)
     own(tenant, target, store, counter.placement_version, generation=entry.runner_generation)
     reached = placement.intended_cell_id == cell.pk
     Placement.objects.filter(pk=placement.pk).update(
         cell=target,
         store=store,
+        split_cell=None,
+        split_store=None,
         intended_cell=None if reached else placement.intended_cell_id,
         placement_version=counter.placement_version,
         feed_version=counter.feed_version,
@@ -147,17 +293,61 @@ def own(
     tenant: Tenant, locked: Cell, store: Store, placement_version: int, *, generation: int
 ) -> None:
     """Write the entry by which a locked cell takes every turn of the tenant."""
-    PolicyEntry.objects.update_or_create(
-        cell=locked,
-        tenant=tenant,
-        defaults={
-            "version": _next_version(locked),
+    _put(
+        tenant,
+        locked,
+        {
             "accepts": Accepts.ALL,
             "moved_to": None,
             "placement_version": placement_version,
             "store": store,
             "runner_generation": generation,
             "document": _document(tenant, store),
+        },
+    )
+
+
+def _hold(tenant: Tenant, *cells: Cell) -> tuple[Placement, dict[int, Cell]]:
+    """Lock the cells that a tenant lives in, and these; return its placement and the cells by id.
+
+    Raises PlacementChanged if it moved before they were locked.
+    """
+    was = Placement.objects.get(tenant=tenant)
+    ids = {was.cell_id, was.split_cell_id, *(cell.pk for cell in cells)}
+    locked = {one.pk: one for one in lock_cells({pk for pk in ids if pk is not None})}
+    # Only now does the row hold still: every writer of it locks its cells first.
+    placement = Placement.objects.select_related("store", "split_cell").get(tenant=tenant)
+    if (placement.cell_id, placement.split_cell_id) != (was.cell_id, was.split_cell_id):
+        raise PlacementChanged(f"{tenant} has just been placed elsewhere. Try again.")
+    return placement, locked
+
+
+def _takes_turns(placement: Placement, entry: PolicyEntry) -> bool:
+    """Return whether an entry is of the home or of a side of a split, open or fenced."""
+    return entry.cell_id in (placement.cell_id, placement.split_cell_id)
+
+
+def _put(tenant: Tenant, locked: Cell, values: dict[str, Any]) -> int:
+    """Write the tenant's entry of a locked cell; return the policy version that stamps it."""
+    version = _next_version(locked)
+    PolicyEntry.objects.update_or_create(
+        cell=locked, tenant=tenant, defaults={**values, "version": version}
+    )
+    return version
+
+
+def _bury(tenant: Tenant, locked: Cell, home: Cell, placement_version: int) -> None:
+    """Make the tenant's entry of a locked cell a tombstone that names its home."""
+    entry = PolicyEntry.objects.get(cell=locked, tenant=tenant)
+    not_split = {"split": False, "sides": None, "home_cell": None}
+    _put(
+        tenant,
+        locked,
+        {
+            "accepts": Accepts.MOVED,
+            "moved_to": home,
+            "placement_version": placement_version,
+            "document": entry.document | not_split | {"moved_to": home.slug},
         },
     )
 
@@ -169,8 +359,14 @@ def _next_version(locked: Cell) -> int:
     return locked.policy_version
 
 
-def _document(tenant: Tenant, store: Store) -> dict[str, Any]:
-    """Return the part of an entry that is sent as it is kept."""
+def _document(
+    tenant: Tenant,
+    store: Store,
+    *,
+    home: Cell | None = None,
+    sides: dict[str, dict[str, str]] | None = None,
+) -> dict[str, Any]:
+    """Return the part of an entry that is sent as it is kept; `home` is where not this cell is."""
     scope = Scope.objects.filter(tenant=tenant).order_by("-version")[0]
     return {
         "tenant": tenant.slug,
@@ -178,6 +374,10 @@ def _document(tenant: Tenant, store: Store) -> dict[str, Any]:
         "app_name": tenant.app_name,
         "tier": str(tenant.tier),
         "moved_to": None,
+        "home_cell": None if home is None else home.slug,
+        # True at the home alone: unknown sessions are then the far side's.
+        "split": False,
+        "sides": sides,
         "store": {"key": store.key, "kind": store.kind},
         "scope": {
             "version": scope.version,

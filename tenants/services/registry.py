@@ -121,7 +121,9 @@ def set_cell_url(cell: Cell, *, url: str, by: str, reason: str = "", now: dateti
         counter.save(update_fields=["feed_version"])
         locked.url = url
         locked.save(update_fields=["url"])
-        Placement.objects.filter(cell=locked).update(feed_version=counter.feed_version)
+        Placement.objects.filter(Q(cell=locked) | Q(split_cell=locked)).update(
+            feed_version=counter.feed_version
+        )
     audit(
         who=by,
         verb="cell.set_url",
