@@ -1,0 +1,239 @@
+"""Memory goes along: what the tenant has in sessions is given to the other side's memory service.
+
+SessionStamp.memory_stamp says which version of a session that service has. A session that was
+added twice is there once, so that a step may run again after any crash. No service has a guard
+row: the claim is looked at right before each handful is added, and a worker that stalls inside
+that one call is the only one that can be late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from django.db.models import F, Q, QuerySet
+
+from durable.driver import Clock, holding
+from migrations_app import copying
+from migrations_app.copying import Meter, Swept, Timer
+from migrations_app.domain.phases import REVERSED
+from migrations_app.models import SessionStamp, TenantMigration
+from migrations_app.ports.base import AddressMissing, Key, SessionStore
+from migrations_app.ports.memory import Memory, MemoryFailed, Recalled, open_memory, recall, where
+from tenants.domain.words import counted
+
+# Sessions that are given to the service at once; as many are held in our memory.
+AT_ONCE = 8
+# Rows of our own list read at once.
+PAGE = 500
+# How many sessions are looked for by a search before the cutover.
+SAMPLED = 5
+# A service's answer is measured on a few sessions already: it is slow, not noisy.
+LEAST_MEASURED = 5
+
+
+def goes_over(move: TenantMigration) -> bool:
+    """Return whether the written side has a memory service of its own, which is to be filled."""
+    sides = copying.way(move)
+    if not sides.to_store.memory_from:
+        return False
+    if sides.from_store.memory_from == sides.to_store.memory_from:
+        return False
+    try:
+        return where(sides.from_store.memory_from) != where(sides.to_store.memory_from)
+    except AddressMissing:
+        # Nothing to compare with, or nothing to write to: opening it will say so.
+        return True
+
+
+def sweep(
+    move: TenantMigration, source: SessionStore, *, meter: Meter, timer: Timer, clock: Clock
+) -> Swept:
+    """Give the written side's memory every session of our list that it doesn't have as it is.
+
+    Walks our own list (cursor_session holds the last id), so it comes behind the copying: in
+    BACKFILL that is every session once, inside the fence what was copied again, on the way back
+    what was touched. `source` is where data is read. A session that the service doesn't take
+    stays due, and `verify` names it. Nothing is done where no memory goes over. Raises
+    MemoryFailed where the service takes none of a handful, MemoryUnknown.
+    """
+    if not goes_over(move):
+        return Swept(Key("", ""), 0, finished=True)
+    return _sweep(move, source, int(move.cursor_session or 0), meter, timer, clock)
+
+
+def _sweep(
+    move: TenantMigration, source: SessionStore, last: int, meter: Meter, timer: Timer, clock: Clock
+) -> Swept:
+    passed = 0
+    rows = _page(move, last)
+    if not rows:
+        # Nothing is due: google-adk need not be imported to say so.
+        return Swept(Key("", str(last)), 0, finished=True)
+    with _opened(move) as memory:
+        while rows:
+            for at in range(0, len(rows), AT_ONCE):
+                few = rows[at : at + AT_ONCE]
+                _give(move, source, memory, few, meter, clock)
+                last, passed = few[-1].pk, passed + len(few)
+                if timer.out:
+                    return Swept(Key("", str(last)), passed, finished=False)
+            rows = _page(move, last)
+    return Swept(Key("", str(last)), passed, finished=True)
+
+
+def _page(move: TenantMigration, last: int) -> list[SessionStamp]:
+    return list(_due(move).filter(pk__gt=last).order_by("pk")[:PAGE])
+
+
+def _due(move: TenantMigration) -> QuerySet[SessionStamp]:
+    """Return the sessions that the written side's memory doesn't have as they are.
+
+    Only those whose copy is known to be whole: what was left out of the store is left out here.
+    """
+    sides = copying.way(move)
+    rows = move.stamps.exclude(**{sides.written: ""}).exclude(**{sides.read: ""})
+    current = Q(memory_stamp=F(sides.read))
+    if move.phase in REVERSED:
+        # Untouched since it went over: the source's memory has it, as that stamp says.
+        current |= Q(memory_stamp=F(sides.written))
+    return rows.exclude(current)
+
+
+@contextmanager
+def _opened(move: TenantMigration) -> Iterator[Memory]:
+    reference = copying.way(move).to_store.memory_from
+    with open_memory(reference, app_name=move.tenant.app_name) as memory:
+        yield memory
+
+
+def _give(
+    move: TenantMigration,
+    source: SessionStore,
+    memory: Memory,
+    rows: Sequence[SessionStamp],
+    meter: Meter,
+    clock: Clock,
+) -> None:
+    keys = {Key(row.user_id, row.session_id): row for row in rows}
+    with meter.timing("memory", len(rows)):
+        read = list(recall(source, move.tenant.app_name, list(keys)))
+        recalled = [one for one in read if isinstance(one, Recalled)]
+        # google-adk can't read them, so no agent can: nothing of them is ever in a memory.
+        unreadable = [keys[one] for one in read if not isinstance(one, Recalled)]
+        with holding(move):
+            # Read before this look: an overtaken worker adds nothing.
+            pass
+        refused = memory.add(recalled)
+    if len(refused) == len(recalled) > 1:
+        raise MemoryFailed(
+            f"The memory service of {copying.way(move).to_store} takes no session"
+            f" ({', '.join(sorted(set(refused.values())))})."
+        )
+    given = [keys[one.key] for one in recalled if one.key not in refused]
+    new = sum(not row.memory_stamp for row in given)
+    for row in [*given, *unreadable]:
+        # The stamp of the row as it was before the session was read: never newer than that.
+        row.memory_stamp = getattr(row, copying.way(move).read)
+    with holding(move) as locked:
+        SessionStamp.objects.bulk_update([*given, *unreadable], ["memory_stamp"])
+        locked.remembered = move.remembered = locked.remembered + new
+        locked.memory_rate = move.memory_rate = meter.rate(
+            "memory", move.memory_rate, least=LEAST_MEASURED
+        )
+        locked.save(update_fields=["remembered", "memory_rate"])
+        if unreadable:
+            one = unreadable[0]
+            what = counted(len(unreadable), "session", "sessions")
+            note = f"google-adk can't read {what}, such as {one.session_id} of {one.user_id}"
+            _say(locked, f"{note}: memory has nothing of them", clock)
+
+
+def forget(
+    move: TenantMigration, target: SessionStore, keys: Collection[Key], *, clock: Clock
+) -> None:
+    """Remove sessions that were deleted where data is read from the written side's memory.
+
+    Before their copies are deleted at `target`, by whose events memory is asked. Whatever a
+    service doesn't remove is named in the move's log.
+    """
+    wanted = set(keys)
+    rows = [
+        row
+        for row in move.stamps.filter(session_id__anyof={key.session_id for key in wanted})
+        .exclude(memory_stamp="")
+        .iterator()
+        if Key(row.user_id, row.session_id) in wanted
+    ]
+    if not rows or not goes_over(move):
+        return
+    left = 0
+    gone = [Key(row.user_id, row.session_id) for row in rows]
+    with _opened(move) as memory:
+        for one in recall(target, move.tenant.app_name, gone):
+            left += not (isinstance(one, Recalled) and memory.forget(one))
+    with holding(move) as locked:
+        move.stamps.filter(pk__in=[row.pk for row in rows]).update(memory_stamp="")
+        locked.remembered = move.remembered = max(locked.remembered - len(rows), 0)
+        locked.save(update_fields=["remembered"])
+        if left:
+            what = counted(
+                left, "session that was deleted stays", "sessions that were deleted stay"
+            )
+            note = f"{what} in the memory of {copying.way(move).to_store}: it removes none by event"
+            _say(locked, note, clock)
+
+
+def _say(locked: TenantMigration, note: str, clock: Clock) -> None:
+    locked.events.create(at=clock(), who="mover", was=locked.phase, now=locked.phase, note=note)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of the written side's memory. `words` is empty where all is well."""
+
+    missing: int
+    sampled: int
+    found: int
+    words: str
+
+
+def verify(
+    move: TenantMigration, source: SessionStore, *, meter: Meter, timer: Timer, clock: Clock
+) -> Verdict:
+    """Give memory what it still lacks, then look whether it has all, and search for a sample.
+
+    A service that answers no search with anything at all is not the tenant's: that blocks. One
+    that answers in its own words is believed.
+    """
+    if not goes_over(move):
+        return Verdict(0, 0, 0, "")
+    _sweep(move, source, 0, meter, timer, clock)
+    store = copying.way(move).to_store
+    if missing := _due(move).count():
+        row = _due(move).order_by("pk")[0]
+        example = f"such as {row.session_id} of {row.user_id}"
+        what = counted(missing, "session", "sessions")
+        return Verdict(missing, 0, 0, f"the memory of {store} to take {what}, {example}")
+    sampled, found = _sampled(move, source)
+    if sampled and not found:
+        words = f"the memory of {store} to find any of {sampled} sessions that it was given"
+        return Verdict(0, sampled, 0, words)
+    return Verdict(0, sampled, found, "")
+
+
+def _sampled(move: TenantMigration, source: SessionStore) -> tuple[int, int]:
+    """Search for a few sessions; return how many could be searched for, and were answered.
+
+    The first ones: a service that takes its time over a session has had it.
+    """
+    rows = move.stamps.exclude(memory_stamp="").order_by("pk")[:SAMPLED]
+    keys = [Key(row.user_id, row.session_id) for row in rows]
+    if not keys:
+        return 0, 0
+    with _opened(move) as memory:
+        read = list(recall(source, move.tenant.app_name, keys))
+        told = [(one, memory.has(one)) for one in read if isinstance(one, Recalled)]
+    # Answered in other words counts as answered; what has no words is not asked for.
+    return sum(has is not None for _, has in told), sum(has is True for _, has in told)
