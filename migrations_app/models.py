@@ -408,6 +408,8 @@ class MoveChannel(models.Model):
     by = models.CharField(max_length=150, blank=True, default="")
     # NULL: due now. Otherwise when its step is tried again.
     next_at = models.DateTimeField(null=True, blank=True)
+    # How often in a row its step has failed: the pause before the next try grows with it.
+    failures = models.PositiveSmallIntegerField(default=0)
 
     class Meta:
         ordering = ["id"]
