@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from bench.audit_events import Verdict
     from bench.scene import Scene
     from migrations_app.models import TenantMigration
+    from tenants.domain.roles import Role
 
 HOME = Path(__file__).resolve().parent.parent / "var" / "demo"
 MOVED, TARGET_CELL, TARGET_STORE = "acme", "cell-eu1-b", "store-eu1-b"
@@ -89,14 +90,16 @@ def _emptied(home: Path) -> Path:
 
 
 def _run(under: Ground, once: bool) -> int:
+    print("Making the schema and three tenants", flush=True)
     began, port = time.monotonic(), servers.free_port()
     address = f"http://127.0.0.1:{port}"
     scene = _prepare(under)
     from durable.clock import database_now
+    from tenants.domain.roles import Role
 
     with Supervisor(HOME / "log") as supervisor:
         tokens = scene.onboard(now=database_now())
-        user, password = _sign_in()
+        people = [_sign_in(role) for role in (Role.OPERATOR, Role.ADMIN)]
         print(f"Three tenants in two cells over two stores: {under}. Logs are in {HOME / 'log'}.")
         supervisor.start(*installation(port), *scene.fills())
         _fill(supervisor, scene)
@@ -112,7 +115,10 @@ def _run(under: Ground, once: bool) -> int:
         if once:
             return 0 if verdict.clean else 1
         supervisor.start(*scene.fleets(FLEETS, address=address, tokens=tokens, think_seconds=2.0))
-        print(f"\n{address}/   sign in as {user}, password {password}")
+        print(f"\n{address}/")
+        for user, password in people:
+            print(f"  sign in as {user:<8}  password {password}")
+        print("Some acts take an admin, or a second person: there is one of each.")
         print("The agents talk on: move another tenant. Ctrl-C ends everything.", flush=True)
         while True:
             _tend(supervisor)
@@ -162,26 +168,48 @@ def _prepare(under: Ground) -> Scene:
     return scene
 
 
-def _sign_in() -> tuple[str, str]:
-    """Make an operator; return name and password."""
+def _sign_in(role: Role) -> tuple[str, str]:
+    """Make somebody of a role; return name and password."""
     from durable.clock import database_now
     from tenants import services
-    from tenants.domain.roles import Role
 
-    person, password = services.add_sign_in(
-        "operator", role=Role.OPERATOR, by="demo", now=database_now()
-    )
+    person, password = services.add_sign_in(role.value, role=role, by="demo", now=database_now())
     return person.get_username(), password
 
 
 def _fill(supervisor: Supervisor, scene: Scene) -> None:
     names = [process.name for process in scene.fills()]
+    # google-adk takes seconds to load: they are no part of the rate.
+    first: tuple[float, int] | None = None
     with _Line() as line:
         for _ in _until(supervisor, FILL_SECONDS, "filling two stores"):
+            running = any(map(supervisor.running, names))
             turns = sum(path.read_bytes().count(b'"kind":"turn"') for path in scene.journals)
-            line.show(f"Filling two stores through google-adk: {turns} turns")
-            if not any(map(supervisor.running, names)):
+            now = time.monotonic()
+            first = first or ((now, turns) if turns else None)
+            rate = (turns - first[1]) / (now - first[0]) if first and now > first[0] else 0.0
+            ahead = _ahead(turns, scene.turns, "turns", rate)
+            words = "  ".join(["Filling two stores through google-adk:", *ahead])
+            line.show(words, key=_tenth(turns, scene.turns))
+            if not running:
                 return
+
+
+def _ahead(done: int, todo: int, what: str, rate: float) -> list[str]:
+    """Return how far something is, and at a known rate how fast and how long it still takes.
+
+    >>> _ahead(120, 500, "turns", 20.0)
+    ['120 of 500 turns', '20/s, 19 s left']
+    """
+    words = [f"{done:,} of {todo:,} {what}"]
+    if rate > 0 and done < todo:
+        words.append(f"{rate:.0f}/s, {(todo - done) / rate:.0f} s left")
+    return words
+
+
+def _tenth(done: int, todo: int) -> str:
+    """Return what changes ten times on the way: a log gets a line for each."""
+    return str(10 * done // max(todo, 1))
 
 
 def _wait_for_web(supervisor: Supervisor, address: str) -> None:
@@ -237,7 +265,9 @@ def _watch(supervisor: Supervisor, move: TenantMigration) -> None:
                 sweep, first = (move.phase, move.passes, move.stage), (now, move.done)
             seconds = (now - first[0]).total_seconds()
             rate = (move.done - first[1]) / seconds if seconds else 0.0
-            line.show(_progress(move, rate, now), key=move.phase)
+            line.show(
+                _progress(move, rate, now), key=f"{move.phase} {_tenth(move.done, move.todo)}"
+            )
             if move.phase in ENDED:
                 return
 
@@ -245,9 +275,7 @@ def _watch(supervisor: Supervisor, move: TenantMigration) -> None:
 def _progress(move: TenantMigration, rate: float, now: datetime) -> str:
     words = [f"{move} {MOVED} to {TARGET_STORE}: {move.phase.upper():<8}"]
     if 0 < move.done < move.todo:
-        words.append(f"{move.done:,} of {move.todo:,} sessions")
-        if rate > 0:
-            words.append(f"{rate:.0f}/s, {(move.todo - move.done) / rate:.0f} s left")
+        words += _ahead(move.done, move.todo, "sessions", rate)
     if move.fence_closed_at:
         seconds = ((move.fence_opened_at or now) - move.fence_closed_at).total_seconds()
         words.append(f"fence {'was closed' if move.fence_opened_at else 'closed'} {seconds:.1f} s")

@@ -75,6 +75,11 @@ class Scene:
     def journals(self) -> list[Path]:
         return sorted((self.home / "journal").glob("*.jsonl"))
 
+    @property
+    def turns(self) -> int:
+        """How many turns the filling takes."""
+        return sum(part.sessions * part.turns_per_session for part in self._parts())
+
     def onboard(self, *, now: datetime) -> Tokens:
         """Register everybody, by the services that people use."""
         region = services.add_region("eu1", name="Europe 1", by=BY, now=now)
