@@ -588,7 +588,11 @@ class RestoredOut(Schema):
     compared_at: datetime | None
     # Machines don't start before: leases of the lost database.
     leases_until: datetime | None
+    # How many tenants are refused; `findings` has the first of them, or those past `after`.
+    open: int
     findings: list[FindingOut]
+    # Give it as `after` for the rest. Null: that was all.
+    next: str | None
 
 
 class SettleIn(OpsIn):
@@ -607,10 +611,12 @@ class WordIn(OpsIn):
 
 
 @restored_router.get("", response={200: RestoredOut, 403: Error})
-def restored_state(request: HttpRequest) -> dict[str, Any]:
-    """Say whether machines are stopped, and which tenants nobody has settled."""
+def restored_state(
+    request: HttpRequest, after: Annotated[int, Field(ge=0, lt=2**63)] = 0
+) -> dict[str, Any]:
+    """Say whether machines are stopped, and which tenants nobody has settled, oldest first."""
     require(request, Role.VIEWER)
-    return _restored()
+    return _restored(after)
 
 
 @restored_router.post("/start", response={200: RestoredOut, **REFUSALS})
@@ -653,9 +659,14 @@ def _finding(slug: str) -> RestoreFinding:
     return row
 
 
-def _restored() -> dict[str, Any]:
-    halt = tenants_queries.halt()
+def _restored(after: int = 0) -> dict[str, Any]:
+    halt, rows = tenants_queries.halt(), restored.open_findings()
     names = [name for name in FindingOut.model_fields if name != "tenant"]
+
+    def shown(row: RestoreFinding) -> dict[str, Any]:
+        return {"tenant": row.tenant.slug} | {name: getattr(row, name) for name in names}
+
+    part = page(rows, "pk", after, shown)
     return {
         "stopped": halt is not None,
         "since": halt.since if halt else None,
@@ -663,8 +674,7 @@ def _restored() -> dict[str, Any]:
         "why": halt.why if halt else "",
         "compared_at": halt.compared_at if halt else None,
         "leases_until": halt.leases_until if halt else None,
-        "findings": [
-            {"tenant": row.tenant.slug} | {name: getattr(row, name) for name in names}
-            for row in restored.open_findings()
-        ],
+        "open": rows.count(),
+        "findings": part["items"],
+        "next": part["next"],
     }

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django import forms
+from django.core.paginator import Paginator
 from django.db.models import QuerySet
 from django.http import (
     Http404,
@@ -803,19 +804,16 @@ def _restored_act(request: HttpRequest, act: Callable[[str, str, datetime], None
     try:
         act(request.user.get_username(), reason, database_now())
     except Refused as refusal:
-        return _restored_page(request, refused=str(refusal), status=409)
+        return _restored_page(request, refused=said(refusal), status=409)
     return redirect("restored")
 
 
 def _restored_page(request: HttpRequest, *, refused: str = "", status: int = 200) -> HttpResponse:
-    rows = restored.open_findings()
-    total = rows.count()
+    page = Paginator(restored.open_findings(), FINDINGS_SHOWN).get_page(request.GET.get("page"))
     context = {
         "now": database_now(),
         "halt": tenants_queries.halt(),
-        "findings": rows[:FINDINGS_SHOWN],
-        "total": total,
-        "more": max(0, total - FINDINGS_SHOWN),
+        "page": page,
         "cells": tenants_panels.choices().cells,
         "may_settle": request.role is Role.ADMIN,
         "refused": refused,

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 from django import template
 from django.urls import reverse
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from tenants.domain import words
@@ -36,6 +36,26 @@ def when(at: datetime | None, now: datetime) -> str | SafeString:
         return words.NOT_MEASURED
     machine = f"{at.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
     return format_html('<time datetime="{}">{}</time>', machine, words.clock(at, now))
+
+
+@register.filter
+def coded(text: str) -> SafeString:
+    """Return a sentence in which `a command` between grave accents is set as code.
+
+    >>> coded("Run `manage.py restored` < now")
+    'Run <code>manage.py restored</code> &lt; now'
+    """
+    parts = text.split("`")
+    if len(parts) % 2 == 0:
+        return format_html("{}", text)
+    return format_html_join(
+        "",
+        "{}",
+        (
+            (format_html("<code>{}</code>", part) if n % 2 else part,)
+            for n, part in enumerate(parts)
+        ),
+    )
 
 
 @register.simple_tag

@@ -13,7 +13,7 @@ from migrations_app.domain.phases import Phase
 from migrations_app.models import RestoreFinding
 from tenants import queries, services
 from tenants.domain.roles import Role
-from tenants.models import RuntimeInstance
+from tenants.models import RuntimeInstance, Tenant
 from tests import make, scene
 
 pytestmark = pytest.mark.django_db
@@ -80,6 +80,25 @@ def test_a_finding_is_shown_to_everybody_and_settled_by_admins(finding: RestoreF
     for path in ("acme/settle/", "acme/leave/", "start/"):
         answer = signed_in(Role.OPERATOR, f"o-{path}").post(f"/restored/{path}", {"reason": "r"})
         assert answer.status_code == 403
+
+
+def test_thousands_of_refused_tenants_come_in_pages(
+    finding: RestoreFinding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RestoreFinding.objects.create(
+        tenant=Tenant.objects.get(slug="bolt"),
+        found_at=finding.found_at,
+        says="a",
+        told="b",
+        differs="c",
+        homes=[],
+    )
+    monkeypatch.setattr("migrations_app.views.FINDINGS_SHOWN", 1)
+    viewer = signed_in(Role.VIEWER)
+    first, second = (viewer.get(f"/restored/?page={page}").content.decode() for page in (1, 2))
+    assert "finding-acme" in first
+    assert 'rel="next" href="/restored/?page=2"' in first
+    assert ("finding-acme" in second, "finding-bolt" in second) == (False, True)
 
 
 def test_a_refusal_is_shown_where_it_was_asked(finding: RestoreFinding) -> None:

@@ -31,6 +31,20 @@ def test_everybody_reads_why_machines_are_stopped(viewer: Any, finding: RestoreF
     assert (body["stopped"], body["why"]) == (True, "restored from last night")
     [row] = body["findings"]
     assert (row["tenant"], row["homes"], row["opens"]) == ("acme", ["store-eu1-b"], False)
+    assert (body["open"], body["next"]) == (1, None)
+
+
+def test_what_nobody_has_settled_comes_in_pages(
+    viewer: Any, finding: RestoreFinding, cast: make.Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenants.api.PAGE", 1)
+    now = finding.found_at
+    more = {"found_at": now, "says": "a", "told": "b", "differs": "c", "homes": []}
+    RestoreFinding.objects.create(tenant=cast.bolt, **more)
+    first = viewer.get("/ops/restored").json()
+    rest = viewer.get(f"/ops/restored?after={first['next']}").json()
+    found = [[row["tenant"] for row in part["findings"]] for part in (first, rest)]
+    assert (found, first["open"], rest["next"]) == ([["acme"], ["bolt"]], 2, None)
 
 
 @pytest.mark.parametrize(
