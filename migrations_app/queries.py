@@ -7,15 +7,18 @@ from datetime import datetime
 
 from django.db.models import Q, QuerySet
 
+from migrations_app.domain.channels import ChannelState, Step, StepBy
 from migrations_app.domain.mismatch import Looks
-from migrations_app.domain.phases import REVERSED, Phase
+from migrations_app.domain.phases import FENCED, REVERSED, Phase
 from migrations_app.domain.quote import Quote, quote
-from migrations_app.models import Mismatch, TenantMigration
+from migrations_app.models import Mismatch, MoveChannel, SideChannel, TenantMigration
 from tenants import queries as tenants_queries
-from tenants.models import DirtyLine
+from tenants.models import DirtyLine, Tenant
 
 # What a step says of a store that answers and has not the guard row that the move made there.
 GUARD_LOST = "has lost its guard row"
+# Phases in which steps of side channels are carried out.
+CARRIED = FENCED | {Phase.BACKFILL, Phase.SPLIT, Phase.SOAK}
 
 
 def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
@@ -152,3 +155,67 @@ def stuck_at_cleaning(move: TenantMigration) -> bool:
         or (move.phase == Phase.REOPEN and (move.stage == "clean" or GUARD_LOST in move.failure))
     )
     return cleaning and move.failures > 0
+
+
+# --- side channels ----------------------------------------------------------------------------
+
+
+def channels_of(tenant: Tenant) -> QuerySet[SideChannel]:
+    """Return the side channels that a move of the tenant lists: its own and its agent's."""
+    whose = Q(tenant=tenant) | Q(agent=tenant.agent_id)
+    return SideChannel.objects.filter(whose, removed_at=None)
+
+
+def listed_channels(move: TenantMigration) -> QuerySet[MoveChannel]:
+    """Return how far each side channel of a move is; one that was removed meanwhile is left out."""
+    return move.channels.filter(channel__removed_at=None).select_related("channel")
+
+
+def channel_step(move: TenantMigration, row: MoveChannel) -> Step | None:
+    """Return which step of a side channel is to be done in the move's phase. None: none.
+
+    Inside the fence a channel whose copy left a cursor is copied once more, from there. On the
+    way back what a program brought over is brought back by it; a person's is theirs to judge.
+    """
+    back = move.phase in REVERSED
+    if move.phase not in CARRIED or (back and row.copied_at is None):
+        return None
+    by_program = row.channel.copy_by != StepBy.PERSON
+    catches_up = move.phase in FENCED and by_program and (back or row.cursor != "")
+    fence = move.fence_closed_at if catches_up else None
+    if row.copied_at is None or (fence is not None and row.copied_at < fence):
+        return Step.COPY
+    if row.verified_at is None and not (back and row.channel.verify_by == StepBy.PERSON):
+        return Step.VERIFY
+    return None
+
+
+def channels_before_fence(move: TenantMigration) -> str:
+    """Return which required side channels keep the fence from closing, in words; "" none."""
+    return _owed(move, Step.COPY)
+
+
+def channels_before_flip(move: TenantMigration) -> str:
+    """Return which required side channels keep the placement from flipping, in words; "" none."""
+    return _owed(move, Step.COPY, Step.VERIFY)
+
+
+def _owed(move: TenantMigration, *steps: Step) -> str:
+    rows = [(row, channel_step(move, row)) for row in listed_channels(move)]
+    owed = [(row, step) for row, step in rows if row.channel.required and step in steps]
+    return "; ".join(channel_words(row, step) for row, step in owed if step is not None)
+
+
+def channel_words(row: MoveChannel, step: Step) -> str:
+    """Say what a side channel waits for."""
+    done = {Step.COPY: "copied", Step.VERIFY: "verified"}[step]
+    by = row.channel.copy_by if step is Step.COPY else row.channel.verify_by
+    who = " by a person" if by == StepBy.PERSON else ""
+    why = f" ({row.detail.rstrip('.')})" if row.failures and row.detail else ""
+    return f"side channel {row.channel} to be {done}{who}{why}"
+
+
+def open_channels(move: TenantMigration) -> list[MoveChannel]:
+    """Return the side channels of a move that are not green: in SOAK, optional ones."""
+    rows = listed_channels(move)
+    return [row for row in rows if row.state != ChannelState.GREEN]

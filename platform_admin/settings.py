@@ -116,6 +116,20 @@ DURABLE_LEASE_SECONDS = float(os.environ.get("DURABLE_LEASE_SECONDS", "30"))
 # How long a runtime may start turns without hearing from us (seconds).
 RUNTIME_LEASE_SECONDS = float(os.environ.get("RUNTIME_LEASE_SECONDS", "900"))
 
+# What steps of side channels may call: modules, whose callables and those below them may be, and
+# a folder of programs. Neither is chosen on a page, so that nobody there runs what they like.
+CHANNEL_MODULES = [
+    name.strip()
+    for name in os.environ.get("SWITCHYARD_CHANNEL_MODULES", "").split(",")
+    if name.strip()
+]
+# None: no programs.
+CHANNEL_COMMANDS = (
+    Path(os.environ["SWITCHYARD_CHANNEL_COMMANDS"])
+    if os.environ.get("SWITCHYARD_CHANNEL_COMMANDS")
+    else None
+)
+
 REDIS_URL = os.environ.get("REDIS_URL", "")
 CACHES = {
     "default": {
