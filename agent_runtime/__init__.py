@@ -7,12 +7,14 @@
         ...
 
 `PolicyClient` keeps the process joined to its cell, its `Fence` lets turns in and counts them,
-`Host` runs a turn inside the fence over a google-adk Runner. `agent_runtime.adk` makes session
-services; it alone imports google-adk. Everything raised on purpose is of this tree:
+`Host` runs a turn inside the fence over a google-adk Runner. In front of the cells `Placements`
+keeps where tenants live and `Gateway` finds the cell that serves a turn. `agent_runtime.adk` makes
+session services; it alone imports google-adk. Everything raised on purpose is of this tree:
 
     AgentRuntimeError
     ├── RetryLater            may be sent again, after `retry_after_seconds`
     │   ├── Draining          the tenant is moving: 30 s
+    │   ├── NotHere           it is split, and the other side may know the session: ask there
     │   ├── Moved             it lives in another `cell`, or the caller's placement is old
     │   ├── Behind            the caller's placement is newer than ours: 1 s
     │   └── NotReady          no policy, no lease, or leaving
@@ -36,6 +38,7 @@ from agent_runtime.errors import (
     Draining,
     ForkedChild,
     Moved,
+    NotHere,
     NotReady,
     RetryLater,
     TurnTooLong,
@@ -44,6 +47,7 @@ from agent_runtime.errors import (
     WrongRunner,
 )
 from agent_runtime.fence import Fence, Turn, Word
+from agent_runtime.gateway import Gateway, Offer, Placement, Placements, Side
 from agent_runtime.host import Host
 from agent_runtime.policy import Entry, Policy, Scope, Version
 from agent_runtime.transport import HttpTransport, Transport
@@ -59,14 +63,20 @@ __all__ = [
     "Entry",
     "Fence",
     "ForkedChild",
+    "Gateway",
     "Host",
     "HttpTransport",
     "Moved",
+    "NotHere",
     "NotReady",
+    "Offer",
+    "Placement",
+    "Placements",
     "Policy",
     "PolicyClient",
     "RetryLater",
     "Scope",
+    "Side",
     "SystemClock",
     "Transport",
     "Turn",

@@ -6,7 +6,6 @@ outstanding at a time, and what is reported was applied before.
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import math
@@ -15,17 +14,18 @@ import random
 import secrets
 import threading
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from agent_runtime.calls import BackOff, Caller, contract
 from agent_runtime.clock import Clock, SystemClock
 from agent_runtime.errors import BadAnswer, ControlPlaneError, Unreachable
 from agent_runtime.fence import Fence
 from agent_runtime.policy import Policy, Version
-from agent_runtime.transport import HttpTransport, Transport
+from agent_runtime.transport import Transport
 from agent_runtime.usage import Batch, Usage
 
 log = logging.getLogger(__name__)
@@ -34,10 +34,6 @@ log = logging.getLogger(__name__)
 FIRST_POLL_MS = 1_000.0
 # What it may say: a slip there makes neither a busy loop nor an instance that is never heard.
 POLL_BOUNDS_MS = (50.0, 60_000.0)
-# Of each wait, either way: a fleet that was started together doesn't poll together.
-JITTER = 0.1
-BACK_OFF_FIRST_SECONDS = 0.5
-BACK_OFF_MAX_SECONDS = 30.0
 
 API = "/api/v1/runtime"
 
@@ -102,9 +98,7 @@ class PolicyClient:
             clock=self.clock,
             on_drained=self._report_at_once,
         )
-        self._token = token.strip()  # Of a secret's file; its last line has an end.
-        if not self._token.isascii() or not self._token.isprintable():
-            raise ValueError("the token holds characters that no HTTP header can carry")
+        self._plane = Caller(base_url, token, transport)
         self._join_request = {
             "cell": cell,
             "name": name,
@@ -114,13 +108,6 @@ class PolicyClient:
             "plugins": sorted(plugins),
             "stores": sorted(stores),
         }
-        if transport is None:
-            transport = http_transport = HttpTransport(base_url)
-            # One that was given is its giver's to close.
-            self._hang_up: Callable[[], None] = http_transport.close
-        else:
-            self._hang_up = lambda: None
-        self._transport = transport
         self._dice = dice
         self._begin_anew()
 
@@ -143,7 +130,7 @@ class PolicyClient:
         # tells a control plane that its database was restored.
         self._held = ""
         self._poll_after_ms = FIRST_POLL_MS
-        self._failures = 0
+        self._back_off = BackOff(self._dice)
         self._left = False
         self._round = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -180,7 +167,7 @@ class PolicyClient:
         self._wake.set()
         self._thread.join(timeout_seconds)
         if not self._thread.is_alive():
-            self._hang_up()
+            self._plane.close()
         self._thread = None
         # A new one, so that a thread that outlives the time-out still ends.
         self._stop = threading.Event()
@@ -208,14 +195,14 @@ class PolicyClient:
                     self._settle_old_report(self._outstanding)
                 if empty and self.instance is not None:
                     gone = {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}
-                    self._call("DELETE", f"{API}/instances/{self.instance}", expect=gone)
+                    self._plane.call("DELETE", f"{API}/instances/{self.instance}", expect=gone)
             except _Gone:
                 log.info("%s had been gone already", self.name)
             except ControlPlaneError as error:
                 log.warning("%s could not leave %s: %s", self.name, self.cell, error)
                 return False
             finally:
-                self._hang_up()
+                self._plane.close()
         return empty
 
     def tick(self) -> float:
@@ -232,11 +219,11 @@ class PolicyClient:
             try:
                 self._do_round()
             except ControlPlaneError as error:
-                return self._back_off(error)
-            if self._failures:
+                return self._failed(error)
+            if self._back_off.failures:
                 log.info("%s reaches the control plane again", self.name)
-            self._failures, self.trouble = 0, ""
-            return self._poll_after_ms / 1000 * (1 + JITTER * (2 * self._dice() - 1))
+            self.trouble = ""
+            return self._back_off.went_well(self._poll_after_ms / 1000)
 
     def _run(self, stop: threading.Event) -> None:
         while True:
@@ -250,23 +237,18 @@ class PolicyClient:
             except Exception as error:
                 # A bug must not end the thread: the lease would run out in silence.
                 log.exception("a round of %s failed", self.name)
-                wait = self._back_off(Unreachable(repr(error)))
+                wait = self._failed(Unreachable(repr(error)))
             # While it backs off nothing shortens the wait, or a drain would hammer.
-            (stop if self._failures else self._wake).wait(wait)
+            (stop if self._back_off.failures else self._wake).wait(wait)
 
     def _report_at_once(self) -> None:
         self._wake.set()
 
-    def _back_off(self, error: ControlPlaneError) -> float:
+    def _failed(self, error: ControlPlaneError) -> float:
         if str(error) != self.trouble:
             log.warning("%s: %s", self.name, error)
         self.trouble = str(error)
-        # Full jitter: after an outage a fleet comes back spread out, not in waves.
-        # Ten doublings are past the bound; a year's would be past a float.
-        bound = min(BACK_OFF_MAX_SECONDS, BACK_OFF_FIRST_SECONDS * 2.0 ** min(self._failures, 10))
-        self._failures += 1
-        asked = error.retry_after_seconds if isinstance(error, Unreachable) else 0.0
-        return min(BACK_OFF_MAX_SECONDS, asked + bound * self._dice())
+        return self._back_off.failed(error)
 
     def _do_round(self) -> None:
         if self.instance is not None and self.fence.lapsed:
@@ -308,8 +290,8 @@ class PolicyClient:
             "applied_version": self._held,
         }
         sent_at = self.clock.boottime()
-        answer = self._call("POST", f"{API}/instances", json.dumps(request).encode())
-        with _contract("the answer to a join"):
+        answer = self._plane.call("POST", f"{API}/instances", json.dumps(request).encode())
+        with contract("the answer to a join"):
             instance = str(answer.data["instance"])
             lease_seconds = float(answer.data["lease_seconds"])
             self._hear_cadence(answer.data["poll_after_ms"])
@@ -330,12 +312,12 @@ class PolicyClient:
         query = {"instance": instance}
         if held is not None:
             query["since"] = str(held.version)
-        answer = self._call(
+        answer = self._plane.call(
             "GET", f"{API}/policy?{urllib.parse.urlencode(query)}", expect={HTTPStatus.GONE}
         )
         if answer.status == HTTPStatus.GONE:
             raise _Gone(answer.detail)
-        with _contract("the policy"):
+        with contract("the policy"):
             if answer.status == HTTPStatus.NOT_MODIFIED:
                 if held is None:
                     raise BadAnswer("the policy is unchanged, says the answer to a first poll")
@@ -401,13 +383,13 @@ class PolicyClient:
         """
         self._outstanding = report
         report.first_sent_at = min(report.first_sent_at, self.clock.boottime())
-        answer = self._call("POST", f"{API}/reports", report.body, expect=_REPORT_SETTLED)
+        answer = self._plane.call("POST", f"{API}/reports", report.body, expect=_REPORT_SETTLED)
         if answer.status == HTTPStatus.CONFLICT and answer.data.get("error") != "seq_gap":
             raise BadAnswer(f"report {report.seq}: {answer.detail}")
         self._outstanding = None
         match answer.status:
             case HTTPStatus.OK:
-                with _contract("the answer to a report"):
+                with contract("the answer to a report"):
                     self._hear_cadence(answer.data["poll_after_ms"])
                     return float(answer.data["lease_seconds"])
             case HTTPStatus.CONFLICT:
@@ -428,66 +410,3 @@ class PolicyClient:
     def _hear_cadence(self, milliseconds: Any) -> None:
         low, high = POLL_BOUNDS_MS
         self._poll_after_ms = min(high, max(low, float(milliseconds)))
-
-    def _call(
-        self, method: str, path: str, body: bytes | None = None, *, expect: Collection[int] = ()
-    ) -> _Answer:
-        """Make one call. Return 2xx, 304 and what is expected; raise a ControlPlaneError else."""
-        headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        what = f"{method} {path.partition('?')[0]}"
-        try:
-            status, answered, content = self._transport(method, path, body, headers)
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{what}: {type(error).__name__}: {error}") from error
-        answer = _Answer.read(status, answered, content)
-        if 200 <= status < 300 or status == HTTPStatus.NOT_MODIFIED or status in expect:
-            return answer
-        said = f"{what} was answered {status}: {answer.detail}"
-        if status >= 500 or status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS):
-            raise Unreachable(said, retry_after_seconds=answer.retry_after_seconds)
-        # 401 and 403 are here too: a token that was revoked stops moves, not serving. And 404:
-        # a proxy that has lost its way says that; an instance that has ended is answered 410.
-        raise BadAnswer(said)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    # Names in lower case.
-    headers: Mapping[str, str]
-    # The JSON object; empty where there is none.
-    data: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, status: int, headers: Mapping[str, str], content: bytes) -> _Answer:
-        try:
-            data = json.loads(content or b"{}")
-        except ValueError:
-            data = {}  # A proxy's page; what needs a field will miss it.
-        return cls(
-            status=status,
-            headers={name.lower(): value for name, value in headers.items()},
-            data=data if isinstance(data, dict) else {},
-        )
-
-    @property
-    def detail(self) -> str:
-        return str(self.data.get("detail") or self.data.get("error") or "no reason given")
-
-    @property
-    def retry_after_seconds(self) -> float:
-        try:
-            return max(0.0, float(self.data.get("retry_after_seconds") or 0))
-        except (TypeError, ValueError):
-            return 0.0
-
-
-@contextmanager
-def _contract(what: str) -> Iterator[None]:
-    """Say BadAnswer where an answer lacks a field or holds a wrong one."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadAnswer(f"{what} breaks the contract: {error!r}") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from agent_runtime.policy import Entry
+
 
 class AgentRuntimeError(Exception):
     """Anything that this library raises on purpose."""
@@ -19,7 +21,24 @@ class RetryLater(AgentRuntimeError):
 
 
 class Draining(RetryLater):
-    """The tenant is moving: its fence is closed, or its store already is."""
+    """The tenant is moving: its fence is closed, or its store already is.
+
+    `source` is the entry of a split's source whose fence is closed: only its store can tell
+    whether the session is its own, and a session that it does not know is served elsewhere.
+    """
+
+    def __init__(
+        self, message: str, *, retry_after_seconds: float, source: Entry | None = None
+    ) -> None:
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
+        self.source = source
+
+
+class NotHere(RetryLater):
+    """The tenant is split and this side's store does not know the session: ask the other side.
+
+    A gateway sends the same request there at once, marked `sent_on`.
+    """
 
 
 class Moved(RetryLater):

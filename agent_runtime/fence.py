@@ -17,7 +17,16 @@ from dataclasses import dataclass
 
 from agent_runtime.clock import Clock, SystemClock
 from agent_runtime.errors import Behind, Draining, ForkedChild, Moved, NotReady
-from agent_runtime.policy import ACCEPTS_ALL, ACCEPTS_MOVED, Entry, Policy, Version
+from agent_runtime.policy import (
+    ACCEPTS_ALL,
+    ACCEPTS_EXISTING,
+    ACCEPTS_MOVED,
+    ACCEPTS_NEW,
+    ACCEPTS_NONE,
+    Entry,
+    Policy,
+    Version,
+)
 
 # What a refused caller is told. A fence is closed for a minute or two; a policy is one poll away.
 DRAIN_RETRY_SECONDS = 30.0
@@ -36,6 +45,11 @@ class Turn:
     serial: int
     # The process that counts it.
     pid: int
+
+    @property
+    def known_only(self) -> bool:
+        """Whether it may go on only for a session that the entry's store has already."""
+        return self.entry.accepts == ACCEPTS_EXISTING
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +129,25 @@ class Fence:
         )
 
     @contextmanager
-    def enter(self, tenant: str, placement_version: str | None = None) -> Iterator[Turn]:
+    def enter(
+        self,
+        tenant: str,
+        placement_version: str | None = None,
+        *,
+        sent_on: bool = False,
+        asks_store: bool = False,
+    ) -> Iterator[Turn]:
         """Count one invocation of `tenant` in while the block runs, or refuse it.
 
         `placement_version` is the one of the tenant's row in the caller's placement feed, as
-        `epoch.number`; None if the caller has no feed. Raises Draining, Moved, Behind or
-        NotReady, with nothing counted; ValueError for a version that is none.
+        `epoch.number`; None if the caller has no feed. `sent_on`: under that placement the source
+        of a split has said that it does not know the session. `asks_store`: the caller obeys
+        `Turn.known_only`; anybody else is refused where only known sessions are served.
+
+        Raises Draining, Moved, Behind or NotReady, with nothing counted; ValueError for a version
+        that is none, or a turn that is sent on without one.
         """
-        turn = self._admit(tenant, placement_version)
+        turn = self._admit(tenant, placement_version, sent_on, asks_store)
         try:
             yield turn
         finally:
@@ -185,7 +210,9 @@ class Fence:
                 in_flight_older={t: c.older for t, c in self._counts.items() if c.older},
             )
 
-    def _admit(self, tenant: str, placement_version: str | None) -> Turn:
+    def _admit(
+        self, tenant: str, placement_version: str | None, sent_on: bool, asks_store: bool
+    ) -> Turn:
         # Before the lock: in a forked child it may be held for ever.
         if os.getpid() != self._pid:
             raise ForkedChild(
@@ -193,13 +220,16 @@ class Fence:
                 retry_after_seconds=SOON_SECONDS,
             )
         asked = None if placement_version is None else Version.parse(placement_version)
+        if sent_on and asked is None:
+            # What the source knew under another placement says nothing about this one.
+            raise ValueError("a turn that is sent on carries the placement that it was sent on by")
         with self._lock:
             # In first, then look: right even if the two ever come apart, for then a drain that
             # finds 0 has not overlooked somebody who saw the old phase.
             count = self._counts.setdefault(tenant, _Count())
             count.running += 1
             try:
-                count.entry = self._open_entry(tenant, asked)
+                count.entry = self._open_entry(tenant, asked, sent_on, asks_store)
             except BaseException:
                 self._step_out(tenant, count)
                 raise
@@ -210,7 +240,9 @@ class Fence:
                 pid=self._pid,
             )
 
-    def _open_entry(self, tenant: str, asked: Version | None) -> Entry:
+    def _open_entry(
+        self, tenant: str, asked: Version | None, sent_on: bool, asks_store: bool
+    ) -> Entry:
         """Return the tenant's entry if it lets a turn in now. The lock is held."""
         if self._leaving:
             raise NotReady("this process is leaving", retry_after_seconds=SOON_SECONDS)
@@ -234,12 +266,31 @@ class Fence:
         if asked and asked.before(at):
             raise Moved(
                 f"{tenant} was placed anew at {at}, the caller is at {asked}",
-                cell=self._cell,
+                cell=entry.home_cell or self._cell,
                 retry_after_seconds=SOON_SECONDS,
             )
-        if entry.accepts != ACCEPTS_ALL:
-            raise Draining(f"{tenant} is moving", retry_after_seconds=DRAIN_RETRY_SECONDS)
-        return entry
+        if (
+            entry.accepts == ACCEPTS_ALL
+            or (entry.accepts == ACCEPTS_EXISTING and asks_store)
+            or (entry.accepts == ACCEPTS_NEW and sent_on)
+        ):
+            return entry
+        if entry.home_cell and not sent_on:
+            # Only announced here, or the target of a split: its home is asked first.
+            raise Moved(
+                f"{tenant} is at home in {entry.home_cell}",
+                cell=entry.home_cell,
+                retry_after_seconds=SOON_SECONDS,
+            )
+        # Behind a closed fence the source only looks whether it knows the session, and counts
+        # nobody who looks: each turn of the target's sessions is offered here first, and a count
+        # that was 0 has to stay so.
+        looks = entry.split and entry.accepts == ACCEPTS_NONE and asks_store
+        raise Draining(
+            f"{tenant} is moving",
+            retry_after_seconds=DRAIN_RETRY_SECONDS,
+            source=entry if looks else None,
+        )
 
     def _leave(self, turn: Turn) -> None:
         if os.getpid() != turn.pid:
@@ -250,9 +301,8 @@ class Fence:
             was_older = turn.serial != count.serial
             count.older -= was_older
             self._step_out(tenant, count)
-            emptied = not count.running or (was_older and not count.older)
-            drained = emptied and self._fenced(tenant)
-        if drained:
+            awaited = self._awaited(tenant, count, last_older=was_older and not count.older)
+        if awaited:
             self._on_drained()
 
     def _step_out(self, tenant: str, count: _Count) -> None:
@@ -262,8 +312,16 @@ class Fence:
             if not self._counts:
                 self._nobody_inside.notify_all()
 
-    def _fenced(self, tenant: str) -> bool:
+    def _awaited(self, tenant: str, count: _Count, *, last_older: bool) -> bool:
+        """Return whether the control plane waits for the word of a turn that has just left."""
         if self._policy is None:
             return False
         entry = self._policy.entries.get(tenant)
-        return entry is None or entry.accepts != ACCEPTS_ALL
+        if entry is None:
+            return not count.running
+        if entry.accepts == ACCEPTS_ALL:
+            return False
+        if entry.accepts in (ACCEPTS_EXISTING, ACCEPTS_NEW):
+            # Others are served meanwhile: a report for each that ends would never end.
+            return last_older
+        return last_older or not count.running

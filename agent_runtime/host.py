@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from agent_runtime.client import PolicyClient
-from agent_runtime.errors import Draining, TurnTooLong, UnknownStore, WrongRunner
-from agent_runtime.fence import DRAIN_RETRY_SECONDS, Turn
+from agent_runtime.errors import Draining, NotHere, TurnTooLong, UnknownStore, WrongRunner
+from agent_runtime.fence import DRAIN_RETRY_SECONDS, SOON_SECONDS, Turn
 from agent_runtime.policy import Entry
 
 T = TypeVar("T")
@@ -25,6 +26,8 @@ CLOSED = "closed by switchyard"
 MAX_RUNNERS = 2_000
 # How often a running turn's deadline is compared with the lease's clock.
 WATCH_SECONDS = 1.0
+# What a new session is told between "known ones only" and the target's opening: one older turn.
+BIRTH_RETRY_SECONDS = 5.0
 
 # What a session service does with its store.
 STORE_CALLS = (
@@ -41,6 +44,28 @@ STORE_CALLS = (
 _END = object()
 
 
+@dataclass(frozen=True, slots=True)
+class _NoEvents:
+    """As much of google-adk's GetSessionConfig as a look for a session needs."""
+
+    num_recent_events: int = 0
+    after_timestamp: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What a request is about, and how it came here."""
+
+    tenant: str
+    user_id: str
+    # None: a session that is to be born under an id that nobody has chosen yet.
+    session_id: str | None
+    placement_version: str | None
+    sent_on: bool
+    # It takes the session away.
+    deletes: bool = False
+
+
 class SessionService(Protocol):
     """As much of google-adk's BaseSessionService as the Host calls."""
 
@@ -53,6 +78,11 @@ class SessionService(Protocol):
         session_id: str | None = None,
     ) -> Any:
         """Create a session and return it."""
+
+    async def get_session(
+        self, *, app_name: str, user_id: str, session_id: str, config: Any = None
+    ) -> Any:
+        """Return a session, or None."""
 
     async def delete_session(self, *, app_name: str, user_id: str, session_id: str) -> None:
         """Delete a session."""
@@ -111,12 +141,14 @@ class Host:
         message: Any,
         *,
         placement_version: str | None = None,
+        sent_on: bool = False,
         run_config: Any = None,
         abort_signal: asyncio.Event | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Run one turn and yield the Runner's events: each one but a partial is stored by then.
 
-        Nothing is entered before the first event is asked for. The tenant's count goes down
+        `sent_on`: the source of a split has answered NotHere. Nothing is entered before the first
+        event is asked for. The tenant's count goes down
         when nothing of this turn can write any more, whether it was read to its end, raised,
         was cancelled, closed or dropped. Raises RetryLater's kinds before anything is written,
         and Draining from within a turn whose store was closed under it; TurnTooLong.
@@ -129,10 +161,7 @@ class Host:
         turn = asyncio.get_running_loop().create_task(
             self._turn(
                 events,
-                tenant,
-                user_id,
-                session_id,
-                placement_version,
+                _Ask(tenant, user_id, session_id, placement_version, sent_on),
                 new_message=message,
                 run_config=run_config,
                 abort_signal=abort_signal,
@@ -159,8 +188,12 @@ class Host:
         session_id: str | None = None,
         state: dict[str, Any] | None = None,
         placement_version: str | None = None,
+        sent_on: bool = False,
     ) -> Any:
-        """Create a session in the tenant's store and return it. Raises RetryLater's kinds."""
+        """Create a session in the tenant's store and return it. Raises RetryLater's kinds.
+
+        In a split it is born on the target; the source answers for ids that it has.
+        """
 
         async def create(entry: Entry, service: SessionService) -> Any:
             session = await service.create_session(
@@ -169,7 +202,8 @@ class Host:
             self._client.usage.served(tenant, user_id, session.id)
             return session
 
-        return await self._write(tenant, placement_version, create)
+        ask = _Ask(tenant, user_id, session_id, placement_version, sent_on)
+        return await self._write(ask, create)
 
     async def delete_session(
         self,
@@ -178,8 +212,12 @@ class Host:
         session_id: str,
         *,
         placement_version: str | None = None,
+        sent_on: bool = False,
     ) -> None:
-        """Delete a session from the tenant's store. Raises RetryLater's kinds."""
+        """Delete a session from the tenant's store. Raises RetryLater's kinds.
+
+        Until a split has ended its source keeps what it has, and answers Draining.
+        """
 
         async def delete(entry: Entry, service: SessionService) -> None:
             await service.delete_session(
@@ -187,7 +225,8 @@ class Host:
             )
             self._client.usage.served(tenant, user_id, session_id)
 
-        await self._write(tenant, placement_version, delete)
+        ask = _Ask(tenant, user_id, session_id, placement_version, sent_on, deletes=True)
+        await self._write(ask, delete)
 
     async def close(self) -> None:
         """End what still runs, then close every Runner and session service.
@@ -207,65 +246,94 @@ class Host:
                 await close()
         self._services.clear()
 
-    async def _turn(
-        self,
-        events: asyncio.Queue[Any],
-        tenant: str,
-        user_id: str,
-        session_id: str,
-        placement_version: str | None,
-        **run: Any,
-    ) -> None:
+    async def _turn(self, events: asyncio.Queue[Any], ask: _Ask, **run: Any) -> None:
         try:
-            with self._entered(tenant, placement_version) as turn:
-                self._client.usage.turn(tenant)
+            async with self._entered(ask) as turn:
+                self._client.usage.turn(ask.tenant)
                 try:
-                    async with self._cut(tenant, turn):
-                        runner = self._runner(turn.entry)
-                        stream = runner.run_async(user_id=user_id, session_id=session_id, **run)
-                        async with aclosing(stream):
-                            async for event in stream:
-                                self._count(tenant, event)
-                                events.put_nowait(event)
-                                # One at a time: the agent goes on when the reader asks for
-                                # more, as it would without us.
-                                await events.join()
+                    runner = self._runner(turn.entry)
+                    stream = runner.run_async(
+                        user_id=ask.user_id, session_id=str(ask.session_id), **run
+                    )
+                    async with aclosing(stream):
+                        async for event in stream:
+                            self._count(ask.tenant, event)
+                            events.put_nowait(event)
+                            # One at a time: the agent goes on when the reader asks for
+                            # more, as it would without us.
+                            await events.join()
                 finally:
                     # Inside the fence, so the report that no longer counts this turn has it.
-                    self._client.usage.served(tenant, user_id, session_id)
+                    self._client.usage.served(ask.tenant, ask.user_id, str(ask.session_id))
         except Draining:
-            self._client.usage.refused(tenant, "draining")
+            self._client.usage.refused(ask.tenant, "draining")
             raise
 
-    async def _write(
-        self,
-        tenant: str,
-        placement_version: str | None,
-        write: Callable[[Entry, Any], Awaitable[T]],
-    ) -> T:
-        with self._entered(tenant, placement_version) as turn:
-            async with self._cut(tenant, turn):
-                return await write(turn.entry, self._service(turn.entry))
+    async def _write(self, ask: _Ask, write: Callable[[Entry, Any], Awaitable[T]]) -> T:
+        async with self._entered(ask) as turn:
+            return await write(turn.entry, self._service(turn.entry))
 
     def _ended(self, turn: asyncio.Task[None]) -> None:
         self._turns.discard(turn)
         if not turn.cancelled():
             turn.exception()  # Looked at; the reader that would raise it may be gone.
 
-    @contextmanager
-    def _entered(self, tenant: str, placement_version: str | None) -> Iterator[Turn]:
+    @asynccontextmanager
+    async def _entered(self, ask: _Ask) -> AsyncIterator[Turn]:
+        """Count the block in, and cut it at its deadline; or refuse it."""
+        fence = self._client.fence
         try:
-            with self._client.fence.enter(tenant, placement_version) as turn:
-                yield turn
+            with fence.enter(
+                ask.tenant, ask.placement_version, sent_on=ask.sent_on, asks_store=True
+            ) as turn:
+                async with self._cut(ask.tenant, turn):
+                    if turn.known_only:
+                        # Counted in by now: whoever is let in is waited for, if the source
+                        # closes between this look and the first write.
+                        await self._check_known(turn.entry, ask)
+                    yield turn
+        except Draining as refused:
+            if refused.source is not None and not await self._knows(refused.source, ask):
+                raise _not_here(ask) from None
+            raise
         except Exception as error:
             if not is_closed(error):
                 raise
             # The store is the second fence: it closes after every instance has said "drained",
             # and refuses one that had not heard.
             raise Draining(
-                f"the store of {tenant} is closed: it is moving",
+                f"the store of {ask.tenant} is closed: it is moving",
                 retry_after_seconds=DRAIN_RETRY_SECONDS,
             ) from error
+
+    async def _check_known(self, entry: Entry, ask: _Ask) -> None:
+        """Raise unless the source of a split may do this. Nothing is born there any more."""
+        if not await self._knows(entry, ask):
+            if entry.split:
+                raise _not_here(ask)
+            # Older turns still run somewhere, and might be giving birth to this very session.
+            raise Draining(
+                f"{ask.tenant} takes no new session for a moment: it is moving",
+                retry_after_seconds=BIRTH_RETRY_SECONDS,
+            )
+        if ask.deletes:
+            # A session that is gone would be taken for one that was never here, and its copy on
+            # the target for one that was born there.
+            raise Draining(
+                f"{ask.tenant} is moving, and keeps this session until it has moved",
+                retry_after_seconds=DRAIN_RETRY_SECONDS,
+            )
+
+    async def _knows(self, entry: Entry, ask: _Ask) -> bool:
+        if ask.session_id is None:
+            return False
+        found = await self._service(entry).get_session(
+            app_name=entry.app_name,
+            user_id=ask.user_id,
+            session_id=ask.session_id,
+            config=_NoEvents(),
+        )
+        return found is not None
 
     @asynccontextmanager
     async def _cut(self, tenant: str, turn: Turn) -> AsyncIterator[None]:
@@ -347,6 +415,13 @@ class Host:
         # Pieces of an answer come before the whole one, which carries the usage of all.
         if usage is not None and not event.partial:
             self._client.usage.model_call(tenant, usage.total_token_count or 0)
+
+
+def _not_here(ask: _Ask) -> NotHere:
+    return NotHere(
+        f"{ask.tenant} is split, and this side does not know the session",
+        retry_after_seconds=SOON_SECONDS,
+    )
 
 
 def _to_its_end(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

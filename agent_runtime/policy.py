@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# The one word that lets turns in. Every other one refuses, a word of a newer control plane too.
+# What a cell takes of a tenant. Any other word refuses, a word of a newer control plane too.
 ACCEPTS_ALL = "all"
+# The fence is closed.
+ACCEPTS_NONE = "none"
+# The source of a split: sessions that its store has.
+ACCEPTS_EXISTING = "existing"
+# The target of a split: turns that the source has sent on.
+ACCEPTS_NEW = "new"
 # A tombstone: the entry names the cell that the tenant moved to.
 ACCEPTS_MOVED = "moved"
 
@@ -79,6 +85,12 @@ class Entry:
     # Raised when a secret rotates; runners of an older one are not used again.
     runner_generation: int
     scope: Scope
+    # The cell that owns the tenant, where this one does not: only announced here, or the target
+    # of a split. None: this one does, or the entry is a tombstone.
+    home_cell: str | None = None
+    # This cell is the source of a split: a session that its store does not have may be the
+    # target's.
+    split: bool = False
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Entry:
@@ -112,6 +124,8 @@ class Entry:
                 allowed_tools=None if tools is None else frozenset(tools),
                 weight=float(scope.get("weight") or 1.0),
             ),
+            home_cell=data.get("home_cell"),
+            split=data.get("split") is True,
         )
 
 

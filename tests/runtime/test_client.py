@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_runtime import Behind, Draining, NotReady, PolicyClient
-from agent_runtime.client import BACK_OFF_MAX_SECONDS
+from agent_runtime.calls import BACK_OFF_MAX_SECONDS
 from agent_runtime.transport import Answer
 from tests.runtime.wire import (
     LEASE_SECONDS,
@@ -256,7 +256,7 @@ def test_a_back_off_grows_to_half_a_minute_and_is_spread_over_all_of_it(
     plane = ControlPlane()
     client = make_client(plane, DrivenClock(), dice=lambda: dice)
     plane.before = unreachable
-    client._failures = failures - 1
+    client._back_off.failures = failures - 1
     assert client.tick() == pytest.approx(dice * min(30.0, 0.5 * 2.0 ** (failures - 1)))
 
 

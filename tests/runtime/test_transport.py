@@ -129,7 +129,7 @@ def test_a_client_that_leaves_closes_its_own_connection(server: Any) -> None:
     )
     client.tick()  # The handler speaks no JSON: an answer that breaks the contract.
     assert "breaks the contract" in client.trouble
-    transport = client._transport
+    transport = client._plane._transport
     assert isinstance(transport, HttpTransport)
     assert transport._connection is not None
     client.leave()
