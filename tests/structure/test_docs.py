@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_a_target_of_make_that_is_named_exists(page: Path) -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
     named = re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), re.M)
     assert set(named) <= set(targets)
+
+
+def test_each_layer_of_an_app_is_in_the_table_of_files() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(c["layers"] for c in contracts["contracts"] if c["name"].startswith("Layers"))
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = "".join(re.findall(r"^\| `.*", page, re.M))
+    names = re.findall(r"\((\w+)\)", " ".join(layers))
+    assert [
+        name for name in names if f"`{name}.py`" not in table and f"`{name}/`" not in table
+    ] == []
 
 
 def test_each_capability_has_one_row() -> None:
