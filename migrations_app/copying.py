@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from durable.driver import Clock, holding
 from durable.errors import Refused
-from migrations_app import ports, queries
+from migrations_app import merging, ports, queries
 from migrations_app.domain.mismatch import Difference, Looks
 from migrations_app.domain.phases import REVERSED
 from migrations_app.models import Mismatch, Sample, SessionStamp, TenantMigration
@@ -129,6 +129,11 @@ def way(move: TenantMigration) -> Way:
     if move.phase in REVERSED:
         return Way(*target, *source, read="target_stamp", written="source_stamp")
     return Way(*source, *target, read="source_stamp", written="target_stamp")
+
+
+def carries_back(move: TenantMigration) -> bool:
+    """Return whether births are carried out of a split, to a source whose agents serve."""
+    return move.phase in REVERSED and queries.split_live(move)
 
 
 T = TypeVar("T")
@@ -325,10 +330,13 @@ def copy(
     """
     with holding(move):
         SessionStamp.objects.bulk_create(
-            [SessionStamp(move=move, user_id=u, session_id=s) for u, s in keys],
+            [
+                SessionStamp(move=move, user_id=u, session_id=s, carried_back=carries_back(move))
+                for u, s in keys
+            ],
             update_conflicts=True,
             unique_fields=["move", "session_id", "user_id"],
-            update_fields=[way(move).written, "compared_at"],
+            update_fields=[way(move).written, "compared_at", "carried_back"],
         )
     with meter.timing("copy", len(keys)):
         batch = ports.copy(source, target, keys)
@@ -474,12 +482,15 @@ def prove(
     recorded ones is what its mark says, read last. So the source is not read again.
     """
     last, passed = int(move.cursor_session or 0), 0
+    # Out of a split only what was carried back is compared: the rest lives at the source.
+    back_out = carries_back(move)
+    listed = move.stamps.filter(carried_back=True) if back_out else move.stamps
     chunk = compare_size(move)
     page = PAGE if move.stamps_prove else chunk
     pending: list[Key] = []
     while True:
         rows = list(
-            move.stamps.filter(pk__gt=last)
+            listed.filter(pk__gt=last)
             .order_by("pk")
             .values_list("pk", "user_id", "session_id", way(move).written, "compared_at")[:page]
         )
@@ -487,6 +498,9 @@ def prove(
             there = target.stamps([Key(row[1], row[2]) for row in rows]) if rows else {}
         for _, user, session, stamp, compared_at in rows:
             key = Key(user, session)
+            if back_out and there.get(key) not in (None, stamp):
+                # Served at the source since it was carried back: it can't be compared any more.
+                continue
             if not move.stamps_prove or compared_at is None or there.get(key) != stamp:
                 pending.append(key)
         last, passed = rows[-1][0] if rows else last, passed + len(rows)
@@ -510,13 +524,14 @@ def _record(
                 user_id=key.user_id,
                 session_id=key.session_id,
                 compared_at=compared.get(key),
+                carried_back=carries_back(move),
                 **{sides.read: pair.source, sides.written: pair.target},
             )
             for key, pair in stamps.items()
         ],
         update_conflicts=True,
         unique_fields=["move", "session_id", "user_id"],
-        update_fields=["source_stamp", "target_stamp", "compared_at"],
+        update_fields=["source_stamp", "target_stamp", "compared_at", "carried_back"],
     )
 
 
@@ -592,6 +607,16 @@ def _put(
     row.source_digest, row.target_digest = digests
     row.found_at, row.found_in = now, move.phase
     row.save()
+
+
+def not_there(target: SessionStore, keys: Sequence[Key]) -> list[Key]:
+    """Return those of `keys` that the written side does not have, in any version.
+
+    Out of a split: whatever the source has is the source's, also what was carried back a moment
+    ago, for its agents serve that from then on. Nobody but this claim can make one appear there.
+    """
+    there = target.stamps(keys)
+    return [key for key in keys if key not in there]
 
 
 def spare_late_writes(
@@ -728,8 +753,7 @@ def shared_came_late(move: TenantMigration, home: SessionStore, clock: Clock) ->
     """
     now, kept = Mark(), Mark(move.source_mark)
     for rows in shared_pages(home, PAGE):
-        for row in rows:
-            now.shared(row)
+        now.shared(rows)
     if now.of_shared == kept.of_shared:
         return False
     report_late_shared(move, now, kept, clock)
@@ -808,6 +832,10 @@ def remove_gone(
     page of our own list (cursor_session holds the last id). Where that list is as long as the
     sweep before counted sessions, nothing is gone: each of those is on it.
     """
+    split = queries.split_live(move)
+    if carries_back(move):
+        # Out of a split only births come back: what the target lacks is the source's own.
+        return Swept(Key("", ""), 0, finished=True)
     # On the way back a late birth that was passed by would stand for one that is gone.
     counted = move.phase not in REVERSED and not move.cursor_session
     if counted and move.stamps.count() == move.done:
@@ -830,7 +858,9 @@ def remove_gone(
                 target.delete_unchanged(recorded)
                 left = target.stamps(gone)
                 gone = [key for key in gone if key not in left]
-            else:
+            elif not split:
+                # In a split it was deleted by somebody who got past the agents, and may have been
+                # born again on the target: it is only no session of the source any more.
                 target.delete(gone)
             meter.deleted += len(gone)
             with holding(move):
@@ -851,23 +881,22 @@ def settle_shared(
     timer: Timer,
     write: bool,
     clock: Clock,
-    mark: Mark | None = None,
+    seen: Callable[[Sequence[SharedRow]], None] = lambda rows: None,
 ) -> Swept:
     """Bring user: and app: state over by value (`write`), or compare it and name what differs.
 
-    Adds each row of the source to `mark`.
+    Shows each page of the source to `seen`, once it is there.
 
     By value, never by replay: replayed deltas leave the value of whichever session came
     last, and re-copying never converges (article 000). Rows only the target has go away.
+    In a split, where agents write the target's as well, it is merged instead.
     """
+    split = queries.split_live(move)
     # The cursor is a user; "1" in cursor_session says that the app's row is behind us.
     after = move.cursor_user if move.cursor_session else None
     passed = 0
     while True:
         rows = source.shared_page(after, PAGE)
-        if mark is not None:
-            for row in rows:
-                mark.shared(row)
         with meter.timing("shared", len(rows)):
             there = target.shared([row.user_id for row in rows]) if rows else {}
             differ = [
@@ -875,17 +904,23 @@ def settle_shared(
                 for row in rows
                 if not ports.same_shared(source, target, row, there.get(row.user_id))
             ]
-            if write:
+            if split and write:
+                merging.merge(move, source, target, rows, clock)
+            elif split:
+                differ = merging.unmerged(move, rows, there)
+            elif write:
                 # {} may stand for a row that is not there: equal to look at, but ADK's next
                 # append_event raises without the row. So these are written in any case.
                 empty = [row for row in rows if row.state == "{}" and row not in differ]
                 ports.write_shared(source, target, [*differ, *empty])
         if not write:
             _compare_shared(move, source, target, differ, there, clock())
+        seen(rows)
         passed += len(rows)
         after = (rows[-1].user_id or "") if rows else (after or "")
         if len(rows) < PAGE:
-            _remove_foreign_shared(move, source, target, write=write, clock=clock)
+            if not split:
+                _remove_foreign_shared(move, source, target, write=write, clock=clock)
             return Swept(Key(after, "1"), passed, finished=True)
         if timer.out:
             return Swept(Key(after, "1"), passed, finished=False)
@@ -962,7 +997,10 @@ def repair(
         # Written once more since somebody saw it.
         _report_late(move, *in_order(move, source, target), changed, "written", clock)
     sessions = [Key(m.user_id, m.session_id) for m in asked if m.session_id]
-    if sessions := [key for key in sessions if key not in set(changed)]:
+    sessions = [key for key in sessions if key not in set(changed)]
+    if queries.split_live(move):
+        sessions = _repairable_in_split(move, source, target, sessions)
+    if sessions:
         copy(move, source, target, sessions, meter=meter, clock=clock, compare=True)
     for mismatch in (m for m in asked if not m.session_id):
         _repair_shared(move, source, target, mismatch.user_id or None, mismatch, clock)
@@ -972,6 +1010,19 @@ def repair(
             repair_requested_at=None, repair_requested_by=""
         )
     return len(asked)
+
+
+def _repairable_in_split(
+    move: TenantMigration, source: SessionStore, target: SessionStore, keys: Sequence[Key]
+) -> list[Key]:
+    """Return those that a copy replaces without taking anything back that agents have written."""
+    if not carries_back(move):
+        # Gone at the source it may have been born again on the target.
+        alive = source.stamps(keys)
+        return [key for key in keys if key in alive]
+    known = noted(move, keys)
+    target.delete_unchanged({key: known[key].written for key in keys if key in known})
+    return not_there(target, keys)
 
 
 def _is_late(move: TenantMigration, row: Mismatch) -> bool:
@@ -987,11 +1038,16 @@ def _repair_shared(
     clock: Clock,
 ) -> None:
     ours = source.shared([user_id]).get(user_id)
-    if ours is None:
-        target.delete_shared([user_id])
+    if queries.split_live(move):
+        rows = [ours] if ours is not None else []
+        merging.merge(move, source, target, rows, clock)
+        equal = not merging.unmerged(move, rows, target.shared([user_id]))
     else:
-        ports.write_shared(source, target, [ours])
-    equal = ports.same_shared(source, target, ours, target.shared([user_id]).get(user_id))
+        if ours is None:
+            target.delete_shared([user_id])
+        else:
+            ports.write_shared(source, target, [ours])
+        equal = ports.same_shared(source, target, ours, target.shared([user_id]).get(user_id))
     with holding(move):
         move.mismatches.filter(pk=mismatch.pk).update(
             resolved_at=clock() if equal else None,

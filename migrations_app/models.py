@@ -174,12 +174,15 @@ class TenantMigration(Durable):
     # --- the split -----------------------------------------------------------------------
     # The source cell's policy_version that says `accepts: existing`. NULL: no split yet.
     split_version = models.PositiveBigIntegerField(null=True, blank=True)
-    # When that was published; the bound on waiting counts from here.
+    # When that was published, or its last fence was left; the bound on waiting counts from here.
     split_at = models.DateTimeField(null=True, blank=True)
     # Counter.placement_version that names both sides. NULL: nothing was born on the target yet.
     split_placement_version = models.PositiveBigIntegerField(null=True, blank=True)
     # Since when no session of the source has changed. NULL: not known, or one has just changed.
     quiet_since = models.DateTimeField(null=True, blank=True)
+    # Keys of shared state that both sides changed, and whose change stood: {"user_id", "key",
+    # "taken": "source" or "target"}, the first of them.
+    merged = models.JSONField(default=list)
     # Sessions born on the target, at the last look. NULL: not looked at yet.
     born = models.PositiveBigIntegerField(null=True, blank=True)
     # Where the way back began, and leads if it is stopped: soak or split. "" on the way forward.
@@ -260,6 +263,8 @@ class SessionStamp(models.Model):
     target_stamp = models.CharField(max_length=120, blank=True, default="")
     # When both sides, at these stamps, were equal by digest. NULL: not compared since the copy.
     compared_at = models.DateTimeField(null=True, blank=True)
+    # Born on the target of a split and carried back out of it: served at the source from then on.
+    carried_back = models.BooleanField(default=False)
     # The stamp of the read side whose session the written side's memory has. "": it has none.
     memory_stamp = models.CharField(max_length=120, blank=True, default="")
 
@@ -419,14 +424,13 @@ class MoveChannel(models.Model):
 
 
 class SharedBase(models.Model):
-    """One key of shared state as both sides had it when a split began: what a merge goes by."""
+    """One user's shared state as both sides had it when a split began: what a merge goes by."""
 
     move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="shared_base")
     # NULL for the app's.
     user_id = models.CharField(max_length=128, null=True, blank=True)  # noqa: DJ001
-    key = models.TextField()
-    # Of the canonical value; never the value.
-    digest = models.CharField(max_length=64)
+    # Key -> digest of its canonical value; never a value.
+    keys = models.JSONField(default=dict)
 
     class Meta:
         indexes = [models.Index(fields=["move", "user_id"], name="base_of_a_user")]

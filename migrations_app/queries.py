@@ -41,7 +41,8 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
 
 def goes_back(move: TenantMigration) -> bool:
     """Return whether the next fence of the move is the way back's."""
-    return move.phase == Phase.SOAK or move.phase in REVERSED
+    asked = move.phase == Phase.SPLIT and move.rollback_requested_at is not None
+    return asked or move.phase == Phase.SOAK or move.phase in REVERSED
 
 
 def reading_seconds(move: TenantMigration, *, back: bool = False) -> float:
@@ -64,8 +65,11 @@ def to_copy(move: TenantMigration) -> int:
 def to_carry(move: TenantMigration) -> int:
     """Return how many sessions a rollback would carry back, as a forecast.
 
-    What SOAK's last look counted, and what runtimes have reported as served since.
+    What SOAK's last look counted, and what runtimes have reported as served since. Out of a
+    split, what was born on the target.
     """
+    if split_live(move):
+        return move.born or 0
     since = move.touched_at or move.fence_opened_at
     lines = DirtyLine.objects.filter(tenant=move.tenant, at__gte=since) if since else None
     served = lines.values("user_id", "session_id").distinct().count() if lines is not None else 0
@@ -87,6 +91,11 @@ def changed_since_pass(move: TenantMigration) -> int:
 def open_mismatches(move: TenantMigration) -> int:
     """Return how many mismatches still block TARGET."""
     return blocking(move).count()
+
+
+def repairs_asked(move: TenantMigration) -> bool:
+    """Return whether a person waits for a mismatch to be repaired."""
+    return move.mismatches.filter(resolved_at=None, repair_requested_at__isnull=False).exists()
 
 
 def blocking(move: TenantMigration) -> QuerySet[Mismatch]:
@@ -137,8 +146,20 @@ def acceptable(move: TenantMigration, row: Mismatch) -> bool:
     return row.looks_like == Looks.CANNOT_HOLD and row.part != "value"
 
 
+def split_live(move: TenantMigration) -> bool:
+    """Return whether agents of both cells serve the tenant, each its own sessions.
+
+    From the moment the target takes new ones until one of both has all, forwards or back. Then
+    nothing that agents may have written meanwhile is replaced, deleted or taken for a copy.
+    """
+    flipped = move.placement_version or move.back_placement_version
+    return move.split_placement_version is not None and not flipped
+
+
 def owes_opening(move: TenantMigration) -> bool:
-    """Return whether SOAK, come back to from a stopped rollback, has not ended its fence yet."""
+    """Return whether SOAK or SPLIT, come back to from a fence, has not ended that fence yet."""
+    if move.phase == Phase.SPLIT:
+        return move.fence_version is not None
     return move.phase == Phase.SOAK and (move.fence_opened_at is None or move.stage == "return")
 
 
@@ -177,10 +198,12 @@ def channel_step(move: TenantMigration, row: MoveChannel) -> Step | None:
     Inside the fence a channel whose copy left a cursor is copied once more, from there. On the
     way back what a program brought over is brought back by it; a person's is theirs to judge.
     """
-    back = move.phase in REVERSED
-    if move.phase not in CARRIED or (back and row.copied_at is None):
+    if move.phase not in CARRIED:
         return None
-    by_program = row.channel.copy_by != StepBy.PERSON
+    back, by_program = move.phase in REVERSED, row.channel.copy_by != StepBy.PERSON
+    # What never went over has nothing to bring back; a required one has, and differed since.
+    if back and (not by_program or (row.copied_at is None and not row.channel.required)):
+        return None
     catches_up = move.phase in FENCED and by_program and (back or row.cursor != "")
     fence = move.fence_closed_at if catches_up else None
     if row.copied_at is None or (fence is not None and row.copied_at < fence):

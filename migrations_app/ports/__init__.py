@@ -46,6 +46,7 @@ __all__ = [
     "digests_of_both",
     "name_shared",
     "open_store",
+    "refuses_shared",
     "same_shared",
     "scan",
     "sessions_of_both",
@@ -214,9 +215,12 @@ def write_shared(source: SessionStore, target: SessionStore, rows: Sequence[Shar
 
     It then differs, and `name_shared` says why.
     """
-    if not strict(source, target):
-        rows = [row for row in rows if _shared_refusal(target.layout, row) is None]
-    target.write_shared(rows)
+    target.write_shared([row for row in rows if not refuses_shared(source, target, row)])
+
+
+def refuses_shared(source: SessionStore, target: SessionStore, row: SharedRow) -> bool:
+    """Whether the target can't hold a value of this state."""
+    return not strict(source, target) and _shared_refusal(target.layout, row) is not None
 
 
 def name_shared(

@@ -14,7 +14,7 @@ later claim, says Unreachable until it is opened anew.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -44,6 +44,22 @@ class Guard(NamedTuple):
     claim: int
     mover: bool  # the move may write
     agents: bool  # agents may write
+
+
+class Kept(NamedTuple):
+    """What a store keeps of what it is given, as a scratch session has shown.
+
+    What one side does not keep is left out of the fingerprints of both.
+    """
+
+    session_ids: bool = True
+    event_ids: bool = True
+    event_times: bool = True
+    session_times: bool = True
+
+    def both(self, other: Kept) -> Kept:
+        """Return what both keep."""
+        return Kept(*(one and another for one, another in zip(self, other, strict=True)))
 
 
 class Digest(NamedTuple):
@@ -90,6 +106,11 @@ class SharedRow(NamedTuple):
     digest: str
 
 
+def shared_key(user_id: str | None, key: str) -> str:
+    """Spell a key of shared state as events do, with its prefix."""
+    return f"app:{key}" if user_id is None else f"user:{key}"
+
+
 class Mark:
     """A digest over a tenant's stamps and one over its shared state, whatever order they come in.
 
@@ -108,11 +129,12 @@ class Mark:
         text = f"s{_framed(key.user_id)}{_framed(key.session_id)}{stamp}"
         self.add_sessions(*_summands(text))
 
-    def shared(self, row: SharedRow) -> None:
-        """Add one user's shared state, or the app's."""
-        if row.state != "{}":
-            whose = "a" if row.user_id is None else f"u{_framed(row.user_id)}"
-            self.add_shared(*_summands(whose + row.digest))
+    def shared(self, rows: Iterable[SharedRow]) -> None:
+        """Add the shared state of these users, and of the app."""
+        for row in rows:
+            if row.state != "{}":
+                whose = "a" if row.user_id is None else f"u{_framed(row.user_id)}"
+                self.add_shared(*_summands(whose + row.digest))
 
     def add_sessions(self, count: int, first: int, second: int) -> None:
         """Add what a database has summed up: rows, first and second 64 bits of their digests."""
@@ -173,7 +195,7 @@ class Survey:
     can_close: bool  # our user may make the guard table and the closing trigger, or finds them
     stamps_see_edits: bool  # False on SQLite: an in-place edit of an event is invisible
     findings: tuple[Finding, ...] = ()
-    dialect: str = ""  # "postgresql" or "sqlite"
+    dialect: str = ""  # "postgresql", "sqlite" or "service"
     layout: Layout | None = None  # two stores of one layout take each other's rows as they are
     has_app_state: bool = False  # a row of the app's own state, which counts as holding the app
     interrupted_keys: tuple[Key, ...] = ()  # the first of them, for a list
@@ -187,6 +209,8 @@ class Counts:
 
     sessions: int
     users: int  # users with a session or with state of their own
+    # Users with a session: all that a service can list.
+    in_sessions: int = field(default=0, compare=False)
 
 
 class StoreRefused(Refused):
@@ -250,6 +274,10 @@ class SessionStore(Protocol):
     def layout(self) -> Layout:
         """How the store lays out its rows."""
 
+    @property
+    def kept(self) -> Kept:
+        """What the store keeps of what it is given; all of it, unless it was found out not to."""
+
     # --- looking; changes nothing. Without ADK's tables everything is empty -------------
     @property
     def has_tables(self) -> bool:
@@ -264,8 +292,11 @@ class SessionStore(Protocol):
     def guard(self) -> Guard | None:
         """The tenant's guard row; None if there is none, or no guard table."""
 
-    def guards(self) -> dict[str, Guard]:
-        """Every tenant's guard row in the store, by app name."""
+    def guards(self, among: Collection[str] = ()) -> dict[str, Guard]:
+        """Every tenant's guard row in the store, by app name.
+
+        `among` names those that may have one, for a store that can't list its tenants.
+        """
 
     def counts(self) -> Counts: ...
     def page(self, after: Key, limit: int) -> list[tuple[Key, Stamp]]:
@@ -303,6 +334,12 @@ class SessionStore(Protocol):
         Whoever has neither a row nor a session is absent.
         """
 
+    def last_change(self, user_id: str | None, key: str) -> int | None:
+        """When an event last set this key of shared state (microseconds since 1970); None: never.
+
+        `key` has no prefix, None asks for the app's. Reads every event of the user, or of the app.
+        """
+
     def mark(self) -> str:
         """The high-water mark: the `Mark` of all stamps and shared state, in one snapshot."""
 
@@ -310,7 +347,7 @@ class SessionStore(Protocol):
     def provision(self) -> None:
         """Make ADK's tables where they are missing, the guard table and the closing trigger.
 
-        Bounded waits (1 s) on other tenants' locks; raises StoreBusy to be tried again.
+        A service finds out here what it keeps. Bounded waits (1 s) on other tenants' locks; raises StoreBusy to be tried again.
         """
 
     def can_close(self) -> bool:
@@ -364,6 +401,12 @@ class SessionStore(Protocol):
 
     def write_shared(self, rows: Sequence[SharedRow]) -> None:
         """Put these states in place by value, making rows; what is equal is left alone."""
+
+    def replace_shared(self, row: SharedRow, was: str) -> bool:
+        """Put one state in place if its text still is `was`; return whether it was.
+
+        '{}' also stands for no row. For a side whose agents write meanwhile.
+        """
 
     def delete_shared(self, user_ids: Collection[str | None]) -> int:
         """Delete these users' state rows (None: the app's); return how many there were."""

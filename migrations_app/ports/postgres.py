@@ -21,6 +21,7 @@ from migrations_app.ports.base import (
     SharedRow,
     Stamp,
     Survey,
+    shared_key,
 )
 from migrations_app.ports.bites import in_bites
 from migrations_app.ports.postgres_guard import PostgresGuard
@@ -67,7 +68,9 @@ class PostgresStore(PostgresGuard):
             row = self.rows(
                 "SELECT (SELECT count(*) FROM {sessions} WHERE app_name = %(app)s),"
                 " (SELECT count(*) FROM (SELECT user_id FROM {sessions} WHERE app_name = %(app)s"
-                " UNION SELECT user_id FROM {user_states} WHERE app_name = %(app)s) u)"
+                " UNION SELECT user_id FROM {user_states} WHERE app_name = %(app)s) u),"
+                " (SELECT count(*) FROM (SELECT DISTINCT user_id FROM {sessions}"
+                " WHERE app_name = %(app)s) s)"
             )[0]
         return Counts(*row)
 
@@ -247,6 +250,19 @@ class PostgresStore(PostgresGuard):
                 )
         return {row[0]: SharedRow(*row) for row in found}
 
+    def last_change(self, user_id: str | None, key: str) -> int | None:
+        """Return when an event last set this key of shared state (microseconds since 1970)."""
+        if not self.has_tables:
+            return None
+        [(at,)] = self.rows(
+            "SELECT to_char(max(timestamp), 'YYYY-MM-DD HH24:MI:SS.US') FROM {events}"
+            " WHERE app_name = %(app)s AND jsonb_exists("
+            "event_data -> 'actions' -> 'state_delta', %(key)s)"
+            + (" AND user_id = %(user)s" if user_id is not None else ""),
+            {"user": user_id, "key": shared_key(user_id, key)},
+        )
+        return canonical.micros_of_text(at)
+
     def mark(self) -> str:
         """Return the `Mark` of every stamp and all shared state, in one snapshot.
 
@@ -365,7 +381,7 @@ class PostgresStore(PostgresGuard):
                     " WHERE t.state::text <> excluded.state::text",
                     {
                         "users": [row.user_id for row in users],
-                        "states": [row.state for row in users],
+                        "states": [values.for_postgres(row.state) for row in users],
                     },
                 )
                 for row in apps:
@@ -375,11 +391,40 @@ class PostgresStore(PostgresGuard):
                         " ON CONFLICT (app_name) DO UPDATE"
                         " SET state = excluded.state, update_time = excluded.update_time"
                         " WHERE t.state::text <> excluded.state::text",
-                        {"state": row.state},
+                        {"state": values.for_postgres(row.state)},
                     )
 
         if rows:
             self.attempt(work)
+
+    def replace_shared(self, row: SharedRow, was: str) -> bool:
+        """Put one state in place if its text still is `was`; return whether it was."""
+        users = row.user_id is not None
+        table, columns, named = (
+            ("{user_states}", "app_name, user_id", "%(app)s, %(user)s")
+            if users
+            else ("{app_states}", "app_name", "%(app)s")
+        )
+        params = {"user": row.user_id, "state": values.for_postgres(row.state), "was": was}
+
+        def work() -> bool:
+            with self.writing():
+                if was == "{}":
+                    self.run(
+                        f"INSERT INTO {table} ({columns}, state, update_time)"
+                        f" VALUES ({named}, '{{}}', now()) ON CONFLICT DO NOTHING",
+                        params,
+                    )
+                # Behind another writer's lock the condition is looked at once more.
+                changed = self.run(
+                    f"UPDATE {table} SET state = %(state)s::jsonb, update_time = now()"
+                    " WHERE app_name = %(app)s AND state::text = %(was)s"
+                    + (" AND user_id = %(user)s" if users else ""),
+                    params,
+                )
+            return changed.rowcount == 1
+
+        return self.attempt(work)
 
     def delete_shared(self, user_ids: Collection[str | None]) -> int:
         """Delete the state rows of these users (None: the app's); return how many there were."""

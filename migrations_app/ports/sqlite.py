@@ -22,6 +22,7 @@ from migrations_app.ports.base import (
     SharedRow,
     Stamp,
     Survey,
+    shared_key,
 )
 from migrations_app.ports.sqlite_guard import SqliteGuard
 from migrations_app.ports.sqlite_link import quote
@@ -63,7 +64,8 @@ class SqliteStore(SqliteGuard):
         row = self.rows(
             "SELECT (SELECT count(*) FROM sessions WHERE app_name = :app),"
             " (SELECT count(*) FROM (SELECT user_id FROM sessions WHERE app_name = :app"
-            " UNION SELECT user_id FROM user_states WHERE app_name = :app))",
+            " UNION SELECT user_id FROM user_states WHERE app_name = :app)),"
+            " (SELECT count(DISTINCT user_id) FROM sessions WHERE app_name = :app)",
             {"app": self.app_name},
         )[0]
         return Counts(*row)
@@ -208,6 +210,20 @@ class SqliteStore(SqliteGuard):
             )
         return {row[0]: _shared(*row) for row in found}
 
+    def last_change(self, user_id: str | None, key: str) -> int | None:
+        """Return when an event last set this key of shared state (microseconds since 1970)."""
+        if not self.has_tables:
+            return None
+        [(at,)] = self.rows(
+            "SELECT max(timestamp) FROM events WHERE app_name = :app"
+            " AND EXISTS (SELECT 1 FROM json_each("
+            "CASE WHEN json_valid(event_data) THEN event_data ELSE '{}' END,"
+            " '$.actions.state_delta') WHERE key = :key)"
+            + (" AND user_id = :user" if user_id is not None else ""),
+            {"app": self.app_name, "user": user_id, "key": shared_key(user_id, key)},
+        )
+        return self.micros(at)
+
     def mark(self) -> str:
         """Return the `Mark` of every stamp and all shared state, in one snapshot."""
         total, app = Mark(), (self.app_name,)
@@ -223,7 +239,7 @@ class SqliteStore(SqliteGuard):
                 " UNION ALL SELECT NULL, state FROM app_states WHERE app_name = ?",
                 app * 2,
             ):
-                total.shared(_shared(*row))
+                total.shared([_shared(*row)])
         return str(total)
 
     # --- rows for a store of another kind ------------------------------------------------
@@ -325,25 +341,43 @@ class SqliteStore(SqliteGuard):
 
         update_time is the store's clock, as ADK would write it; nothing reads it.
         """
-        if not rows:
-            return
+        if rows:
+            with self.writing():
+                self.put_shared(rows)
+
+    def put_shared(self, rows: Sequence[SharedRow]) -> None:
+        """Write these states inside the caller's transaction."""
         users = [(self.app_name, row.user_id, row.state) for row in rows if row.user_id is not None]
         apps = [(self.app_name, row.state) for row in rows if row.user_id is None]
+        self.connection.executemany(
+            "INSERT INTO user_states (app_name, user_id, state, update_time)"
+            f" VALUES (?, ?, ?, {self.now}) ON CONFLICT (app_name, user_id) DO UPDATE"
+            " SET state = excluded.state, update_time = excluded.update_time"
+            " WHERE user_states.state IS NOT excluded.state",
+            users,
+        )
+        self.connection.executemany(
+            "INSERT INTO app_states (app_name, state, update_time)"
+            f" VALUES (?, ?, {self.now}) ON CONFLICT (app_name) DO UPDATE"
+            " SET state = excluded.state, update_time = excluded.update_time"
+            " WHERE app_states.state IS NOT excluded.state",
+            apps,
+        )
+
+    def replace_shared(self, row: SharedRow, was: str) -> bool:
+        """Put one state in place if its text still is `was`; return whether it was."""
+        # Nobody else writes between the look and the write: this transaction is the writer.
         with self.writing():
-            self.connection.executemany(
-                "INSERT INTO user_states (app_name, user_id, state, update_time)"
-                f" VALUES (?, ?, ?, {self.now}) ON CONFLICT (app_name, user_id) DO UPDATE"
-                " SET state = excluded.state, update_time = excluded.update_time"
-                " WHERE user_states.state IS NOT excluded.state",
-                users,
-            )
-            self.connection.executemany(
-                "INSERT INTO app_states (app_name, state, update_time)"
-                f" VALUES (?, ?, {self.now}) ON CONFLICT (app_name) DO UPDATE"
-                " SET state = excluded.state, update_time = excluded.update_time"
-                " WHERE app_states.state IS NOT excluded.state",
-                apps,
-            )
+            now = self.connection.execute(
+                "SELECT state FROM user_states WHERE app_name = :app AND user_id = :user"
+                if row.user_id is not None
+                else "SELECT state FROM app_states WHERE app_name = :app",
+                {"app": self.app_name, "user": row.user_id},
+            ).fetchone()
+            if (now[0] if now else "{}") != was:
+                return False
+            self.put_shared([row])
+        return True
 
     def delete_shared(self, user_ids: Collection[str | None]) -> int:
         """Delete the state rows of these users (None: the app's); return how many there were."""

@@ -21,7 +21,7 @@ from tests.world import APP, World
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof is polled for no real time: tests drive the clock."""
-    monkeypatch.setattr(steps, "POLL_FOR_SECONDS", 0.0)
+    monkeypatch.setattr("migrations_app.steps.fence.POLL_FOR_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("table", ["events", "sessions", "user_states"])

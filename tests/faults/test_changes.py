@@ -287,4 +287,4 @@ def _as_agent_again(world: World, connection: object) -> None:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof is polled for no real time: tests drive the clock."""
-    monkeypatch.setattr(steps, "POLL_FOR_SECONDS", 0.0)
+    monkeypatch.setattr("migrations_app.steps.fence.POLL_FOR_SECONDS", 0.0)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from migrations_app import copying, queries, services, steps
+from migrations_app import copying, queries, services
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
+from migrations_app.steps.fence import LATE_SHARED
 from tests.faults.test_way_back import (
     LONG,
     assert_home,
@@ -170,7 +171,7 @@ def test_late_shared_state_inside_the_fence_waits_for_a_word_and_is_then_replace
     roll_back(both)
     both.run(until=Phase.REVERSE_DRAIN)
     late_shared(both)
-    run_until_it_waits(both, steps.LATE_SHARED)
+    run_until_it_waits(both, LATE_SHARED)
     assert both.move.phase == Phase.REVERSE_DRAIN
     assert named(both) == late("")
     assert holds(both, '"late"')
@@ -185,7 +186,7 @@ def test_late_shared_state_that_nobody_settles_outlives_the_fence(files: World) 
     roll_back(files)
     files.run(until=Phase.REVERSE_DRAIN)
     late_shared(files)
-    run_until_it_waits(files, steps.LATE_SHARED)
+    run_until_it_waits(files, LATE_SHARED)
     files.clock.pass_by(151)
     for _ in range(6):
         files.step()

@@ -415,9 +415,9 @@ def test_a_fence_does_not_begin_while_a_writer_older_than_the_guard_lives(
 def test_an_instance_that_never_acknowledges_aborts_the_move_by_itself(
     files: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("migrations_app.steps.POLL_FOR_SECONDS", 0.0)
+    monkeypatch.setattr("migrations_app.steps.fence.POLL_FOR_SECONDS", 0.0)
     monkeypatch.setattr(
-        "migrations_app.steps.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
+        "migrations_app.steps.passes.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
     )
     for cell, name, key in (
         (files.cast.cell, "eu1-a-1", "store-eu1-a"),
@@ -439,9 +439,9 @@ def test_an_instance_that_never_acknowledges_aborts_the_move_by_itself(
 def test_a_turn_that_outlasts_the_drain_bound_aborts_the_move(
     files: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("migrations_app.steps.POLL_FOR_SECONDS", 0.0)
+    monkeypatch.setattr("migrations_app.steps.fence.POLL_FOR_SECONDS", 0.0)
     monkeypatch.setattr(
-        "migrations_app.steps.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
+        "migrations_app.steps.passes.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
     )
     [row] = scene.instances(files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"])
     scene.instances(files.cast.other_cell, ["eu1-b-1"], now=files.clock(), stores=["store-eu1-b"])

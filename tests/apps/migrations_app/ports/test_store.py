@@ -298,7 +298,7 @@ def test_the_mark_is_what_a_sweep_adds_up_row_by_row(source: Place) -> None:
         # A step in between: what it had is taken up from its text.
         swept = Mark(str(swept))
         for row in store.shared_page(None, 100):
-            swept.shared(row)
+            swept.shared([row])
         assert str(swept) == store.mark()
 
 

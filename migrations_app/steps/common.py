@@ -1,0 +1,181 @@
+"""What the steps of several phases share: stages of a sweep, waits, ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from durable.driver import Clock
+from durable.errors import Refused
+from durable.machine import Go, Wait
+from migrations_app import copying, queries, services
+from migrations_app.copying import Meter, Timer
+from migrations_app.domain.phases import (
+    REVERSED,
+    Mode,
+    Phase,
+    onward,
+    way_out,
+)
+from migrations_app.models import TenantMigration
+from migrations_app.ports.base import (
+    START,
+    Key,
+    Mark,
+    SessionStore,
+)
+from tenants import services as tenants
+
+# Each pass asks runtimes' reports to be kept this far ahead; they only feed the forecast.
+TRACKED = timedelta(hours=1)
+
+
+def copy_changed(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    meter: Meter,
+    timer: Timer,
+    clock: Clock,
+    *,
+    compare: bool,
+    pace: float | None = None,
+    mark: Mark | None = None,
+) -> copying.Swept:
+    """Sweep the source and copy what differs from its recorded stamp, chunk after chunk."""
+    # With the fence closed nobody of the tenant waits for a chunk, only the fence does; on
+    # SQLite other tenants' turns still wait for the file.
+    if not compare and move.stamps_prove:
+        chunk = copying.chunk_size(move, copying.FENCED_CHUNK_SECONDS)
+        page = copying.FENCED_PAGE
+    else:
+        chunk, page = copying.chunk_size(move), copying.PAGE
+    if pace is not None:
+        # One second's worth, then a rest: that keeps the store's load even.
+        chunk = max(1, min(chunk, int(pace)))
+    # A slow store gets its rest after each chunk, while the tenant is live. A fence never waits.
+    # The first chunk alone says how large the others may be: a step of such would cost seconds.
+    unknown = move.copy_rate is None
+    one_chunk = pace is not None or (compare and (move.ease < 1 or unknown))
+
+    def work(keys: Sequence[Key]) -> None:
+        if copying.carries_back(move):
+            keys = copying.not_there(target, keys)
+        elif move.phase in REVERSED:
+            keys = copying.spare_late_writes(move, source, target, keys, clock)
+        meter.changed += len(keys)
+        meter.count["chunk"] = meter.count.get("chunk", 0) + 1
+        copying.copy(move, source, target, keys, meter=meter, clock=clock, compare=compare)
+        if one_chunk:
+            timer.stop()
+
+    return copying.sweep(
+        move,
+        source,
+        meter=meter,
+        timer=timer,
+        chunk=chunk,
+        needs=lambda page: copying.changed_keys(move, page),
+        work=work,
+        page_size=page,
+        mark=mark,
+    )
+
+
+def after_sweep(move: TenantMigration, meter: Meter, swept: copying.Swept, *, then: str) -> Wait:
+    """Settle how far a sweep came; on its end the next stage begins."""
+    changes = meter.changes(move)
+    if move.stage not in ("gone", "shared"):
+        # Progress is in sessions; the sweeps behind the sessions' own are short.
+        changes["done"] = move.done + swept.passed
+    if swept.finished:
+        return Wait(changes=changes | at_stage(then))
+    return Wait(changes=changes | at_stage(move.stage, swept.cursor))
+
+
+def sweeping(move: TenantMigration, stage: str) -> dict[str, Any]:
+    """Return the columns with which a sweep over every session begins."""
+    return {"done": 0, "todo": move.sessions, **at_stage(stage)}
+
+
+def at_stage(stage: str, at: Key = START) -> dict[str, Any]:
+    return {"stage": stage, "cursor_user": at.user_id, "cursor_session": at.session_id}
+
+
+def hurry(move: TenantMigration, until: Any) -> None:
+    """Let both cells poll fast until then and a little longer. Inside the caller's `holding`."""
+    tenants.hurry([move.source_cell, move.target_cell], until=until + services.HURRY)
+
+
+def waiting(move: TenantMigration, what: str, *, seconds: float = 1.0) -> Wait:
+    return Wait(seconds, changes={} if what == move.waiting_for else {"waiting_for": what})
+
+
+def past(move: TenantMigration, clock: Clock) -> Go | None:
+    """Return the way out if the fence's deadline is over."""
+    if move.deadline_at is None or clock() < move.deadline_at:
+        return None
+    home = copying.way(move).from_store
+    return out(move, f"The fence's budget is over in {move.phase.upper()}: reopening on {home}")
+
+
+def out(move: TenantMigration, note: str) -> Go:
+    """Take the phase's way out: REOPEN, or where the fence was closed from."""
+    to = way_out(Mode(move.mode), Phase(move.phase), move.came_from)
+    assert to is not None
+    return Go(to, note)
+
+
+def take_written(move: TenantMigration, written: SessionStore) -> None:
+    """Let this claim write where data goes. In a split agents write there too."""
+    written.take(mover=True, agents=queries.split_live(move))
+
+
+def forward(move: TenantMigration) -> Phase:
+    return onward(Mode(move.mode), Phase(move.phase))
+
+
+def stages(
+    move: TenantMigration,
+    timer: Timer,
+    stages: Sequence[str],
+    work: Callable[[str, Meter], copying.Swept],
+) -> tuple[dict[str, Any], bool]:
+    """Run stages from the move's own on until the time is up or the last is through.
+
+    Returns the columns to settle, and whether all are through. A fence waits for each step's
+    claim, connections and settling, so its stages share steps.
+    """
+    changes: dict[str, Any] = {}
+    while True:
+        meter = Meter()
+        swept = work(move.stage, meter)
+        last = move.stage == stages[-1]
+        then = move.stage if last else stages[stages.index(move.stage) + 1]
+        changes |= after_sweep(move, meter, swept, then=then).changes
+        for name, value in changes.items():
+            setattr(move, name, value)
+        if swept.finished and last:
+            return changes, True
+        if timer.out or not swept.finished:
+            return changes, False
+
+
+class GuardLost(Refused):
+    """A store's guard row, which this move made, is not there."""
+
+
+def guards(move: TenantMigration, store: SessionStore, name: str) -> bool:
+    """Return whether the store's guard row is this move's, so that there is something to undo.
+
+    A store that answers and has lost the row (a file that is away, a database restored) is
+    not taken for one that needs no opening: it may come back closed.
+    """
+    guard = store.guard()
+    if guard is None and move.guarded and move.leave_requested_at is None:
+        raise GuardLost(
+            f"{name} {queries.GUARD_LOST}, so {move} can't undo there what it did. Bring the"
+            " store back as it was, or end the move with leftovers."
+        )
+    return guard is not None and guard.move == move.pk

@@ -1,0 +1,47 @@
+"""REOPEN: the way out of a move that was aborted."""
+
+from __future__ import annotations
+
+from durable.driver import Clock, holding
+from durable.machine import Go, Outcome, Wait
+from migrations_app import copying
+from migrations_app.copying import Timer
+from migrations_app.domain.phases import (
+    Phase,
+)
+from migrations_app.models import TenantMigration
+from migrations_app.steps import common
+from tenants import services as tenants
+
+
+def reopen(move: TenantMigration, clock: Clock) -> Outcome:
+    """Open the store, then the policy, then remove from the target only what this move wrote."""
+    if move.stage != "clean":
+        # First the store: a runtime that is told to accept must find it open.
+        with copying.opened(move, move.source_store) as source:
+            if common.guards(move, source, str(move.source_store)):
+                source.take(mover=False, agents=True)
+        now = clock()
+        with holding(move) as row:
+            refused = row.fence_version is not None or row.split_version is not None
+            if refused and row.fence_opened_at is None:
+                tenants.publish(move.tenant, move.source_cell, accepts="all")
+                row.fence_opened_at = now
+                row.save(update_fields=["fence_opened_at"])
+            if row.announced_version is not None:
+                tenants.withdraw(move.tenant, move.target_cell)
+        note = f"{move.tenant} is open on {move.source_store}"
+        return Wait(note=note, changes={**common.at_stage("clean"), "waiting_for": ""})
+    if move.leave_requested_at is not None:
+        return Go(
+            Phase.ABORTED,
+            f"Ended with leftovers on {move.target_store}, by {move.leave_requested_by}",
+            {"ended_at": clock()},
+        )
+    with copying.opened(move, move.target_store) as store:
+        if common.guards(move, store, str(move.target_store)):
+            store.take(mover=True, agents=False)
+            if not copying.delete_copied(move, store, timer=Timer()):
+                return Wait(changes={"done": move.done})
+            store.take(mover=False, agents=False)
+    return Go(Phase.ABORTED, f"Nothing is left on {move.target_store}", {"ended_at": clock()})

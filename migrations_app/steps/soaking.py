@@ -1,0 +1,253 @@
+"""SOAK and what leads out of it: OFFBOARD, or the way back."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from durable.driver import Clock, holding
+from durable.machine import Go, Outcome, Wait
+from migrations_app import copying, queries
+from migrations_app.copying import Meter, Timer
+from migrations_app.domain.mismatch import Looks
+from migrations_app.domain.phases import (
+    Phase,
+)
+from migrations_app.models import TenantMigration
+from migrations_app.ports.base import (
+    START,
+    Mark,
+    SessionStore,
+    StoreRefused,
+)
+from migrations_app.steps import back, common
+from migrations_app.steps.fence import LATE_SHARED
+from tenants import services as tenants
+from tenants.domain.words import counted
+
+# How often SOAK counts what a rollback would carry back, and looks for late writes.
+LOOK_SECONDS = 60.0
+# How many sessions that OFFBOARD left are named in the log.
+LEFT_NAMED = 20
+
+
+def soak(move: TenantMigration, clock: Clock) -> Outcome:
+    """Keep the source closed and whole for a fixed time, then wait to be allowed to delete it.
+
+    Meanwhile it looks, again and again, at what a rollback would have to carry back, and
+    whether somebody got past the closed source.
+    """
+    if queries.owes_opening(move):
+        return stay(move, clock)
+    if (looked := _look(move, clock)) is not None:
+        return looked
+    if move.rollback_requested_at is not None:
+        return back.roll_back(move, clock)
+    assert move.soak_until is not None
+    left = (move.soak_until - clock()).total_seconds()
+    if left > 0:
+        return Wait(min(left, LOOK_SECONDS))
+    if move.offboard_automatically or move.offboard_confirmed_at:
+        return Go(
+            Phase.OFFBOARD,
+            "The soak is over",
+            {
+                "waiting_for": "",
+                "done": 0,
+                "todo": move.stamps.count(),
+                "deleted": 0,
+                **common.at_stage(""),
+            },
+        )
+    return common.waiting(move, "the typed confirmation to delete the source's copy", seconds=2.0)
+
+
+def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
+    """Count what the tenant has touched since the cutover, and find late writes; None: not due."""
+    now = clock()
+    if move.stage == "":
+        # A look reads every stamp: a twentieth of the time at most, whatever the tenant's size.
+        every = max(LOOK_SECONDS, 20 * (move.scan_seconds or 0))
+        if move.touched_at is not None and (now - move.touched_at).total_seconds() < every:
+            return None
+        with holding(move):
+            tenants.track(move.tenant, until=now + common.TRACKED)
+            if move.touched_at is not None:
+                # What runtimes served before the last look is counted in it.
+                tenants.forget_served(move.tenant, before=move.touched_at)
+        return Wait(changes={"changed": 0, "done": 0, **common.at_stage("touched")})
+    try:
+        with copying.both(move) as (source, target):
+            if move.stage == "touched":
+                return _count_touched(move, source, target, clock)
+            return _find_late_writes(move, source, target, clock)
+    except (StoreRefused, copying.TablesLost) as refused:
+        # The soak goes on: the tenant lives on the target. A rollback, or OFFBOARD, will say.
+        note = f"Can't be looked at: {refused}"
+        said = move.events.order_by("-id").values_list("note", flat=True).first() == note
+        changes = {"waiting_for": str(refused), "touched_at": now, **common.at_stage("")}
+        return Wait(note="" if said else note, changes=changes)
+
+
+def _count_touched(
+    move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
+) -> Wait:
+    """Walk our own list: what is not as it was recorded was written or deleted since."""
+    swept, alive, touched = copying.count_touched(move, target, timer=Timer())
+    done, touched = move.done + alive, move.changed + touched
+    if not swept.finished:
+        return Wait(
+            changes={"done": done, "changed": touched, **common.at_stage("touched", swept.cursor)}
+        )
+    counts = target.counts()
+    changes = {
+        # Those that are not on our list were born on the target.
+        "touched": touched + max(counts.sessions - done, 0),
+        "touched_at": clock(),
+        "sessions": counts.sessions,
+        "users": counts.users,
+        "waiting_for": "",
+        "changed": 0,
+    }
+    if not move.mark:
+        # Moved by an earlier release, whose marks say nothing to this one.
+        return Wait(changes={**changes, "mark": source.mark(), **common.at_stage("")})
+    now, kept = Mark(source.mark()), Mark(move.mark)
+    if now.of_shared != kept.of_shared:
+        copying.report_late_shared(move, now, kept, clock)
+        if queries.unsettled(queries.late_shared(move)).exists():
+            changes["waiting_for"] = LATE_SHARED
+    if now.of_sessions != kept.of_sessions:
+        return Wait(changes={**changes, "done": 0, **common.at_stage("late")})
+    return Wait(changes={**changes, **common.at_stage("")})
+
+
+def _find_late_writes(
+    move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
+) -> Wait:
+    late_sessions = queries.late_writes(move).exclude(session_id="")
+    before = late_sessions.count()
+    swept, found = copying.find_late_writes(move, source, target, timer=Timer(), clock=clock)
+    found += move.changed
+    if not swept.finished:
+        return Wait(changes={"changed": found, **common.at_stage("late", swept.cursor)})
+    changes: dict[str, Any] = {"changed": 0, **common.at_stage("")}
+    late = late_sessions.count()
+    if not late:
+        # Every row that was written anew is equal: a restored or rewritten database. What
+        # sessions were deleted there is found, and brought back, by VERIFY on the way back.
+        now, kept = Mark(source.mark()), Mark(move.mark)
+        changes["mark"] = f"{now.of_sessions}:{kept.of_shared}"
+        if now.of_sessions == kept.of_sessions:
+            return Wait(changes=changes)
+        what = "The source was rewritten, and is equal"
+        if not found:
+            what = (
+                f"Sessions were deleted at the closed {move.source_store}. A rollback brings back"
+            )
+            what += " those that the tenant still has"
+        return Wait(note=what, changes=changes)
+    what = counted(late, "late write")
+    alarm = f"{what} at the closed {move.source_store}: download both versions"
+    return Wait(note=alarm if late != before else "", changes=changes)
+
+
+def stay(move: TenantMigration, clock: Clock) -> Outcome:
+    """Come back to SOAK from a rollback that was stopped: open the target, then the policy.
+
+    Then the source, on which the tenant waits no longer: it may be what has failed. The way back
+    has written there, so its stamps and its mark are recorded anew.
+    """
+    if move.stage != "return":
+        # First the store: a runtime that is told to accept must find it open.
+        with copying.opened(move, move.target_store) as target:
+            if common.guards(move, target, str(move.target_store)):
+                target.take(mover=False, agents=True)
+        now = clock()
+        with holding(move) as row:
+            if row.fence_opened_at is None:
+                if row.fence_version is not None:
+                    tenants.publish(move.tenant, move.target_cell, accepts="all")
+                row.fence_opened_at, row.stage = now, "return"
+                row.cursor_user = row.cursor_session = ""
+                # Asked of the way back, and answered by this.
+                row.abort_requested_at, row.abort_requested_by, row.abort_reason = None, "", ""
+                row.save(
+                    update_fields=[
+                        "fence_opened_at",
+                        "stage",
+                        "cursor_user",
+                        "cursor_session",
+                        "abort_requested_at",
+                        "abort_requested_by",
+                        "abort_reason",
+                    ]
+                )
+        return Wait(
+            note=f"{move.tenant} is open on {move.target_store}",
+            changes={**common.at_stage("return"), "waiting_for": ""},
+        )
+    if move.leave_requested_at is not None:
+        if move.pause_requested_at is not None:
+            # A pause keeps the move out of OFFBOARD.
+            return Wait(1.0)
+        return Go(Phase.OFFBOARD, f"{move.source_store} is given up", common.at_stage(""))
+    with copying.both(move) as (source, target):
+        source.take(mover=False, agents=False)
+        swept = copying.record_anew(move, source, target, timer=Timer())
+        if not swept.finished:
+            return Wait(changes=common.at_stage("return", swept.cursor))
+        mark = source.mark()
+    with holding(move):
+        # What its comparison had found is void with it. Late writes stand, stopped or not.
+        move.mismatches.filter(resolved_at=None).exclude(looks_like=Looks.LATE_WRITE).update(
+            resolved_at=clock()
+        )
+    return Wait(
+        note=f"The rollback is stopped: the tenant stays on {move.target_store}, its soak begins"
+        " anew",
+        changes={
+            "mark": mark,
+            "soak_until": clock() + timedelta(seconds=move.soak_seconds),
+            "touched": None,
+            "touched_at": None,
+            "leave_requested_at": None,
+            "leave_requested_by": "",
+            "changed": 0,
+            # The new mark holds what somebody else wrote there meanwhile: it is looked for now.
+            **common.at_stage("late"),
+        },
+    )
+
+
+def offboard(move: TenantMigration, clock: Clock) -> Outcome:
+    """Delete the source's copy, session by session only where it is still what was recorded."""
+    meter, timer = Meter(), Timer()
+    if move.leave_requested_at is not None:
+        left = move.stamps.count()
+        return Go(
+            Phase.DONE,
+            f"Ended with leftovers on {move.source_store}, by {move.leave_requested_by}",
+            {"left_behind": left, "ended_at": clock(), "waiting_for": ""},
+        )
+    with copying.opened(move, move.source_store) as source:
+        source.take(mover=True, agents=False)
+        swept = copying.offboard(move, source, meter=meter, timer=timer)
+        if not swept.finished:
+            return common.after_sweep(move, meter, swept, then="")
+        # Counted there and not on our list: a session that we never knew stays as well, and while
+        # one stays its user's state does (and is listed: this loop would never end).
+        left = source.counts().sessions
+        names = [f"{key.session_id} of {key.user_id}" for key, _ in source.page(START, LEFT_NAMED)]
+        if not left and not queries.unsettled(queries.late_shared(move)).exists():
+            while shared := source.shared_page(None, copying.CHUNK_MOST):
+                source.delete_shared([row.user_id for row in shared])
+        source.take(mover=False, agents=False)
+    changes = meter.changes(move)
+    return Go(
+        Phase.DONE,
+        f"{changes['deleted']:,} sessions deleted at {move.source_store}"
+        + (f", {left:,} left because they changed: {', '.join(names)}" if left else "")
+        + (" ..." if left > LEFT_NAMED else ""),
+        {**changes, "left_behind": left, "ended_at": clock(), "waiting_for": ""},
+    )
