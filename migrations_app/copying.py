@@ -78,6 +78,8 @@ class Meter:
     changed: int = 0
     spent: dict[str, float] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
+    # Further columns of the move that a sweep knows at its end.
+    columns: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def timing(self, what: str, count: int) -> Iterator[None]:
@@ -105,7 +107,9 @@ class Meter:
             "copy_rate": self.rate("copy", move.copy_rate),
             "verify_rate": self.rate("compare", move.verify_rate),
             "shared_rate": self.rate("shared", move.shared_rate, least=1),
+            "artifact_rate": self.rate("artifact", move.artifact_rate),
             "scan_seconds": move.sessions / scan if scan else move.scan_seconds,
+            **self.columns,
         }
 
 
@@ -552,7 +556,7 @@ def _resolve(move: TenantMigration, keys: Collection[Key], now: datetime) -> Non
     wanted = set(keys)
     ids = [
         pk
-        for pk, user, session in move.mismatches.filter(resolved_at=None)
+        for pk, user, session in move.mismatches.filter(resolved_at=None, artifact="")
         .exclude(session_id="")
         .values_list("pk", "user_id", "session_id")
         if Key(user, session) in wanted
@@ -575,10 +579,10 @@ def _report(
         digests = (getattr(ours, part, ""), getattr(theirs, part, ""))
         if difference.looks_like == Looks.LATE_WRITE:
             digests = (_whole(ours), _whole(theirs))
-        _put(move, key.user_id, key.session_id, difference, digests, now, transient=transient)
+        put(move, key.user_id, key.session_id, difference, digests, now, transient=transient)
 
 
-def _put(
+def put(
     move: TenantMigration,
     user_id: str,
     session_id: str,
@@ -587,14 +591,16 @@ def _put(
     now: datetime,
     *,
     transient: bool = False,
+    artifact: str = "",
 ) -> None:
     """Record one difference; digests are the move's source's and target's.
 
     Found again with the same digests it keeps what people have said of it: an accepted
     difference stays accepted, one that changed is a new one.
     """
-    found = move.mismatches.filter(user_id=user_id, session_id=session_id, resolved_at=None).first()
-    row = found or Mismatch(move=move, user_id=user_id, session_id=session_id)
+    at = {"user_id": user_id, "session_id": session_id, "artifact": artifact}
+    found = move.mismatches.filter(**at, resolved_at=None).first()
+    row = found or Mismatch(move=move, **at)
     # A late write is accepted as what it is at the source; the tenant goes on at the target.
     late = row.looks_like == difference.looks_like == Looks.LATE_WRITE
     known = row.source_digest == digests[0] and (late or row.target_digest == digests[1])
@@ -645,7 +651,7 @@ def spare_late_writes(
 
 def _not_accepted(move: TenantMigration, home: SessionStore, late: Sequence[Key]) -> list[Key]:
     """Return those late writes that nobody has accepted as they are now. `home` is the source."""
-    rows = queries.late_writes(move).filter(accepted_at__isnull=False)
+    rows = queries.late_writes(move).filter(accepted_at__isnull=False, artifact="")
     said = {
         Key(user, session): digest
         for user, session, digest in rows.values_list("user_id", "session_id", "source_digest")
@@ -775,7 +781,7 @@ def report_late_shared(move: TenantMigration, now: Mark, kept: Mark, clock: Cloc
     found = Difference("app", text, Looks.LATE_WRITE)
     digests = [hashlib.sha256(mark.of_shared.encode()).hexdigest() for mark in (now, kept)]
     with holding(move):
-        _put(move, "", "", found, (digests[0], digests[1]), clock())
+        put(move, "", "", found, (digests[0], digests[1]), clock())
 
 
 def _judge_late(
@@ -814,7 +820,7 @@ def _report_late(
     with holding(move):
         for key in keys:
             digests = _whole(ours.get(key)), _whole(theirs.get(key))
-            _put(move, key.user_id, key.session_id, found, digests, now)
+            put(move, key.user_id, key.session_id, found, digests, now)
 
 
 def remove_gone(
@@ -954,7 +960,7 @@ def report_shared(
     """Record a difference of shared state. Inside the caller's `holding`."""
     part = "app" if user_id is None else "user"
     found = difference or Difference(part, "the rows differ in spelling only", Looks.OLD_SHARED_WON)
-    _put(move, user_id or "", "", found, in_order(move, ours, theirs), now)
+    put(move, user_id or "", "", found, in_order(move, ours, theirs), now)
 
 
 def _remove_foreign_shared(
@@ -990,7 +996,9 @@ def repair(
 ) -> int:
     """Do the repairs that people asked for: copy again and compare; return how many were done."""
     asked = list(
-        move.mismatches.filter(resolved_at=None, repair_requested_at__isnull=False)[:CHUNK_FIRST]
+        move.mismatches.filter(resolved_at=None, repair_requested_at__isnull=False, artifact="")[
+            :CHUNK_FIRST
+        ]
     )
     late = [Key(m.user_id, m.session_id) for m in asked if m.session_id and _is_late(move, m)]
     if changed := _not_accepted(move, target, late) if late else []:

@@ -1,0 +1,273 @@
+"""Any google-adk artifact service, by its interface alone; and Google Cloud Storage.
+
+The interface lists names of a user and of a session that the caller knows. So users and
+sessions come from whoever knows them, and artifacts of a session that is in no store any more
+stay unseen. Google Cloud Storage lists by prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import heapq
+from collections.abc import Awaitable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from migrations_app.ports.artifacts.base import (
+    ArtifactsFailed,
+    ArtifactsRefused,
+    ArtifactUnreadable,
+    Known,
+    Listing,
+    Versions,
+)
+from migrations_app.ports.artifacts.content import USER, Content, Name, content
+from migrations_app.ports.base import CannotHold
+
+if TYPE_CHECKING:
+    from google.adk.artifacts import BaseArtifactService
+
+# The longest that one call of a service may take: below what is left of a worker's time.
+CALL_SECONDS = 20.0
+T = TypeVar("T")
+# What a file system answers about a name that it can't hold.
+_NAMES = frozenset({errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ})
+
+
+class ServiceStore:
+    """An artifact service behind google-adk's interface."""
+
+    caveat = ""
+    stamps = False
+
+    def __init__(
+        self,
+        service: BaseArtifactService,
+        runner: asyncio.Runner,
+        *,
+        reference: str,
+        app_name: str,
+        known: Known,
+    ) -> None:
+        self.service: Any = service
+        self.runner, self.known = runner, known
+        self.reference, self.app_name = reference, app_name
+
+    @property
+    def has_place(self) -> bool:
+        """Return that it is: a service that has lost its place says so by itself."""
+        return True
+
+    def users(self, after: str, limit: int) -> list[str]:
+        """Return users as whoever knows them names them."""
+        return page(self.known.users(), after, limit)
+
+    def listing(self, user_id: str) -> Listing:
+        """Return the user's own names, then those of each known session."""
+        found: Listing = {}
+        own = set()
+        for listed in self._keys(user_id, None):
+            own.add(listed)
+            name = Name("", listed if listed.startswith(USER) else f"{USER}{listed}")
+            found[name] = self._versions(user_id, name)
+        for session in self.known.sessions(user_id):
+            for listed in self._keys(user_id, session):
+                if listed.startswith(USER):
+                    continue
+                name = Name(session, listed)
+                versions = self._versions(user_id, name)
+                # A bare name may be the user's own, which is listed in every session.
+                if versions or listed not in own:
+                    found[name] = versions
+        return found
+
+    def placed(self, name: Name) -> Name:
+        """Return the name itself: services keep names as they are, unless known otherwise."""
+        return name
+
+    def load(self, user_id: str, name: Name, version: int) -> Content:
+        """Read one version. A link is not told from what it leads to here."""
+        part = self.call(self.service.load_artifact(**self._at(user_id, name), version=version))
+        about = self.call(
+            self.service.get_artifact_version(**self._at(user_id, name), version=version)
+        )
+        custom = (about.custom_metadata if about is not None else None) or {}
+        if part is None:
+            # What a rewind saves in a version's place is read as none at all.
+            if about is None or about.mime_type != "application/octet-stream":
+                raise ArtifactUnreadable(f"version {version} is listed and can't be read")
+            part = tombstone()
+        return content(part, custom, spelled=name.name)
+
+    def stamp(self, user_id: str, name: Name, version: int) -> str:
+        """Return none: nothing but its bytes proves a version unchanged."""
+        return ""
+
+    def refusal(self, user_id: str, name: Name, kept: Content | None) -> str:
+        """Return "": what it refuses shows when it is saved."""
+        return ""
+
+    def save(self, user_id: str, name: Name, kept: Content) -> int:
+        """Add a version under the artifact's name."""
+        return self._save(user_id, self._at(user_id, name), kept)
+
+    def delete(self, user_id: str, name: Name) -> None:
+        """Remove a name with all its versions."""
+        self.call(self.service.delete_artifact(**self._at(user_id, name)))
+
+    def forget_user(self, user_id: str) -> None:
+        """Do nothing: without artifacts nothing is left of a user."""
+
+    def call(self, answer: Awaitable[T]) -> T:
+        """Run one call of the service in this handle's own event loop."""
+
+        async def bounded() -> T:
+            return await asyncio.wait_for(answer, CALL_SECONDS)
+
+        try:
+            return self.runner.run(bounded())
+        except Exception as error:
+            if _refuses(error):
+                raise ArtifactsRefused(f"the service refused it ({type(error).__name__})") from None
+            raise self._failed(error) from None
+
+    def _failed(self, error: Exception) -> ArtifactsFailed:
+        # What it says may quote a name or an address.
+        told = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+        return ArtifactsFailed(
+            f"The artifact service of {self.reference} failed ({told}). Look at it, and at what the"
+            " workers may do there."
+        )
+
+    def _save(self, user_id: str, at: dict[str, Any], kept: Content) -> int:
+        custom = dict(kept.custom_metadata) or None
+        return int(
+            self.call(self.service.save_artifact(**at, artifact=kept.part, custom_metadata=custom))
+        )
+
+    def _at(self, user_id: str, name: Name) -> dict[str, Any]:
+        return {
+            "app_name": self.app_name,
+            "user_id": user_id,
+            "session_id": name.session_id or None,
+            "filename": name.name,
+        }
+
+    def _keys(self, user_id: str, session_id: str | None) -> list[str]:
+        return self.call(
+            self.service.list_artifact_keys(
+                app_name=self.app_name, user_id=user_id, session_id=session_id
+            )
+        )
+
+    def _versions(self, user_id: str, name: Name) -> Versions:
+        versions = self.call(self.service.list_versions(**self._at(user_id, name)))
+        return dict.fromkeys(sorted(versions), "")
+
+
+class GcsStore(ServiceStore):
+    """GcsArtifactService: users, names and versions are read from its objects' names.
+
+    An object's name is `app/user/session/file/version`, so no user's or session's id may hold a
+    slash here. An object's generation changes with its bytes, and proves them.
+    """
+
+    stamps = True
+
+    def users(self, after: str, limit: int) -> list[str]:
+        """Return the users that have an object."""
+
+        def found() -> Iterator[str]:
+            prefix = f"{self.app_name}/"
+            blobs = self.service.storage_client.list_blobs(
+                self.service.bucket, prefix=prefix, delimiter="/"
+            )
+            for _ in blobs:  # a page has its prefixes once it was walked
+                pass
+            for each in blobs.prefixes:
+                yield each[len(prefix) : -1]
+
+        return page(self._asked(found), after, limit)
+
+    def listing(self, user_id: str) -> Listing:
+        """Return every object of the user."""
+        if "/" in user_id:
+            raise CannotHold("A user's id holds a slash, which splits object names in two.")
+
+        def found() -> Iterator[tuple[Name, int, str]]:
+            prefix = f"{self.app_name}/{user_id}/"
+            for blob in self.service.storage_client.list_blobs(self.service.bucket, prefix=prefix):
+                session, _, rest = blob.name[len(prefix) :].partition("/")
+                name, _, number = rest.rpartition("/")
+                if number.isascii() and number.isdigit():
+                    at = Name("" if session == "user" else session, name)
+                    yield at, int(number), _generation(blob)
+
+        listing: Listing = {}
+        for name, number, stamp in sorted(self._asked(found)):
+            listing.setdefault(name, {})[number] = stamp
+        return listing
+
+    def stamp(self, user_id: str, name: Name, version: int) -> str:
+        """Return the object's generation."""
+        return _generation(self._blob(user_id, name, version))
+
+    def load(self, user_id: str, name: Name, version: int) -> Content:
+        """Read one version; a link as the link that it is."""
+        blob = self._blob(user_id, name, version)
+        metadata = (blob.metadata if blob is not None else None) or {}
+        uri = metadata.get("adkFileUri") or metadata.get("file_uri")
+        if not uri:
+            return super().load(user_id, name, version)
+        from google.genai import types
+
+        about = self.call(
+            self.service.get_artifact_version(**self._at(user_id, name), version=version)
+        )
+        mime = metadata.get("adkFileMimeType") or blob.content_type or None
+        part = types.Part(file_data=types.FileData(file_uri=uri, mime_type=mime))
+        return content(part, about.custom_metadata if about else {}, spelled=name.name)
+
+    def _blob(self, user_id: str, name: Name, version: int) -> Any:
+        session = "user" if name.name.startswith(USER) else name.session_id
+        path = f"{self.app_name}/{user_id}/{session}/{name.name}/{version}"
+
+        async def get() -> Any:
+            return await asyncio.to_thread(self.service.bucket.get_blob, path)
+
+        return self.call(get())
+
+    def _asked(self, walk: Any) -> list[Any]:
+        """Walk through pages of the service's answers, bounded as any call is."""
+
+        async def walked() -> list[Any]:
+            return await asyncio.to_thread(lambda: list(walk()))
+
+        return self.call(walked())
+
+
+def _generation(blob: Any) -> str:
+    if blob is None:
+        return ""
+    return f"{blob.generation}.{blob.metageneration}"
+
+
+def page(users: Iterable[str], after: str, limit: int) -> list[str]:
+    """Return the first `limit` users behind `after`, in the order of Python's text."""
+    return heapq.nsmallest(limit, {user for user in users if user > after})
+
+
+def tombstone() -> Any:
+    """Return the part by which a rewind takes an artifact back: services read it as none."""
+    from google.genai import types
+
+    return types.Part(inline_data=types.Blob(data=b"", mime_type="application/octet-stream"))
+
+
+def _refuses(error: Exception) -> bool:
+    """Whether a service says that it can't hold something, rather than that it is broken."""
+    if isinstance(error, OSError):
+        return error.errno in _NAMES
+    if isinstance(error, ValueError | TypeError | NotImplementedError):
+        return True
+    return type(error).__name__ == "InputValidationError"
