@@ -163,10 +163,14 @@ class TenantMigration(Durable):
     mark_seconds = models.FloatField(null=True, blank=True)  # one high-water mark of the source
     shared_rate = models.FloatField(null=True, blank=True)  # users/s
 
-    artifact_rate = models.FloatField(null=True, blank=True)  # versions/s
+    artifact_rate = models.FloatField(null=True, blank=True)  # versions/s, copied and read back
+    artifact_look_rate = models.FloatField(null=True, blank=True)  # versions/s, listed on both sides
     memory_rate = models.FloatField(null=True, blank=True)  # sessions/s
 
     # --- artifacts and memory: how much there is, counted while it goes over -----------
+    # Whether PREPARE told the places of both sides' artifacts apart. False: they are one, nothing is
+    # copied or removed. NULL: not looked at, or one side keeps none.
+    artifacts_apart = models.BooleanField(null=True, blank=True)
     artifacts = models.PositiveBigIntegerField(default=0)  # versions at the source
     artifact_bytes = models.PositiveBigIntegerField(default=0)
     remembered = models.PositiveBigIntegerField(default=0)  # sessions in the target's memory
@@ -322,18 +326,28 @@ class Mismatch(models.Model):
 
 
 class ArtifactVersion(models.Model):
-    """One version of an artifact that a move copied: which number it has on either side."""
+    """One version of an artifact that a move copied, or is about to: its number on either side."""
 
     move = models.ForeignKey(TenantMigration, models.CASCADE, related_name="artifact_versions")
     user_id = models.CharField(max_length=128)
     # Empty for `user:` names, which a user's sessions share.
     session_id = models.CharField(max_length=128, blank=True, default="")
+    # As both sides' services keep it, which is where they agree: "user:" names with that prefix.
     name = models.TextField()
-    # google-adk counts from 0 and the number can't be chosen; gaps close on the way.
+    # google-adk counts from 0 and the number can't be chosen; gaps close on the way. On the side
+    # where it is being written the number is a guess until that side's digest is there.
     source_version = models.PositiveIntegerField()
     target_version = models.PositiveIntegerField()
-    # SHA-256 over type and bytes, equal on both sides when it was copied.
-    digest = models.CharField(max_length=64)
+    # SHA-256 over bytes, type and metadata on each side. Empty: noted before it was written there,
+    # and not known to be whole. They differ where a service changes what it is given.
+    source_digest = models.CharField(max_length=64, blank=True, default="")
+    target_digest = models.CharField(max_length=64, blank=True, default="")
+    # What proves a version unchanged since its digest was taken. Empty: nothing does.
+    source_stamp = models.CharField(max_length=120, blank=True, default="")
+    target_stamp = models.CharField(max_length=120, blank=True, default="")
+    size = models.PositiveBigIntegerField(default=0)  # bytes
+    # The URI that this version is, where it is one: it may name a version too.
+    link = models.TextField(blank=True, default="")
 
     class Meta:
         constraints = [

@@ -36,7 +36,7 @@ from migrations_app.ports.artifacts.content import (
     spell,
 )
 from migrations_app.ports.artifacts.native import FileStore, MemoryStore
-from migrations_app.ports.artifacts.service import GcsStore, ServiceStore
+from migrations_app.ports.artifacts.service import NOBODY, GcsStore, ServiceStore
 from migrations_app.ports.base import StoreRefused, Unreachable
 from migrations_app.ports.factory import made
 
@@ -91,13 +91,13 @@ def open_artifacts(reference: str, *, app_name: str, known: Known) -> Iterator[A
 
 def same_place(one: ArtifactStore, other: ArtifactStore) -> bool:
     """Save a random name at one side and look for it through the other; then remove it."""
-    user, name = f"switchyard-{secrets.token_hex(16)}", Name("", "user:switchyard")
+    user, name = f"{NOBODY}{secrets.token_hex(16)}", Name("", "user:switchyard")
     part = _text("written to tell two places from one; it may be deleted")
     try:
         one.save(user, name, content(part, {}, spelled=name.name))
         return bool(other.listing(user).get(name))
     finally:
-        # A session's store that fails now says so by itself.
+        # A word that stays is nobody's and does no harm; a service that fails says so elsewhere.
         with suppress(ArtifactsFailed, ArtifactsRefused):
             one.delete(user, name)
             one.forget_user(user)

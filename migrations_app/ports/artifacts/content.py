@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 TEXT, DATA, LINK = "text", "data", "link"
 USER = "user:"
+# A name beyond this is shortened in our own rows: an index holds it beside two ids (bytes).
+LONGEST_NAME = 1500
 
 
 class Name(NamedTuple):
@@ -134,16 +136,23 @@ def difference(ours: Facts, theirs: Facts) -> str:
 def spell(text: str) -> str:
     """Spell a name so that every database of ours holds it, and no two names alike.
 
-    >>> spell("report.pdf"), spell("a\\0b")
-    ('report.pdf', 'json:"a\\\\u0000b"')
+    >>> spell("report.pdf"), spell("a\0b")
+    ('report.pdf', 'json:"a\\u0000b"')
     """
-    plain = "\0" not in text and not text.startswith("json:")
-    if plain:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            plain = False
-    return text if plain else f"json:{json.dumps(text)}"
+    if "\0" in text or text.startswith("json:") or not encodes(text):
+        text = f"json:{json.dumps(text)}"
+    if len(body := text.encode()) > LONGEST_NAME:
+        return f"{text[:300]}... sha256:{hashlib.sha256(body).hexdigest()}"
+    return text
+
+
+def encodes(text: str) -> bool:
+    """Whether UTF-8 holds a text: not half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,15 @@ from migrations_app.ports.artifacts.base import (
     ArtifactUnreadable,
     Listing,
 )
-from migrations_app.ports.artifacts.content import LINK, TEXT, USER, Content, Name, content
+from migrations_app.ports.artifacts.content import (
+    LINK,
+    TEXT,
+    USER,
+    Content,
+    Name,
+    content,
+    encodes,
+)
 from migrations_app.ports.artifacts.service import ServiceStore, page
 from migrations_app.ports.base import CannotHold
 
@@ -122,7 +130,7 @@ class FileStore(ServiceStore):
             return ""
         if kept.facts.kind == LINK:
             return "it is a link (file_data), and files hold texts and bytes only"
-        if kept.facts.kind == TEXT and not _encodes(kept.part.text):
+        if kept.facts.kind == TEXT and not encodes(kept.part.text):
             return "its text holds half of a surrogate pair, which no file in UTF-8 holds"
         return ""
 
@@ -308,16 +316,8 @@ def _path_refusal(name: str) -> str:
         return "its name leads out of its folder (..)"
     if "versions" in parts or parts[-1:] == ["metadata.json"]:
         return "its name is one that the file service keeps for itself"
-    if "\0" in text or not _encodes(text):
+    if "\0" in text or not encodes(text):
         return "its name holds a character that no file's name holds"
     if any(len(part.encode()) > LONGEST_PART for part in path.parts):
         return f"its name has a part of more than {LONGEST_PART} bytes"
     return ""
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

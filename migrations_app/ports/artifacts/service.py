@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # The longest that one call of a service may take: below what is left of a worker's time.
 CALL_SECONDS = 20.0
+# How the user is called for whom two places are told from one; random letters follow.
+NOBODY = "switchyard-nonce-"
 T = TypeVar("T")
 # What a file system answers about a name that it can't hold.
 _NAMES = frozenset({errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ})
@@ -253,8 +255,11 @@ def _generation(blob: Any) -> str:
 
 
 def page(users: Iterable[str], after: str, limit: int) -> list[str]:
-    """Return the first `limit` users behind `after`, in the order of Python's text."""
-    return heapq.nsmallest(limit, {user for user in users if user > after})
+    """Return the first `limit` users behind `after`, in the order of Python's text.
+
+    Nobody's: the user under whom a killed `same_place` left its word.
+    """
+    return heapq.nsmallest(limit, {u for u in users if u > after and not u.startswith(NOBODY)})
 
 
 def tombstone() -> Any:
