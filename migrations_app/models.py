@@ -164,12 +164,12 @@ class TenantMigration(Durable):
     shared_rate = models.FloatField(null=True, blank=True)  # users/s
 
     artifact_rate = models.FloatField(null=True, blank=True)  # versions/s, copied and read back
-    artifact_look_rate = models.FloatField(null=True, blank=True)  # versions/s, listed on both sides
+    artifact_look_rate = models.FloatField(null=True, blank=True)  # versions/s, listed twice
     memory_rate = models.FloatField(null=True, blank=True)  # sessions/s
 
     # --- artifacts and memory: how much there is, counted while it goes over -----------
-    # Whether PREPARE told the places of both sides' artifacts apart. False: they are one, nothing is
-    # copied or removed. NULL: not looked at, or one side keeps none.
+    # Whether PREPARE told the places of both sides' artifacts apart. False: they are one, and
+    # nothing is copied or removed. NULL: not looked at, or one side keeps none.
     artifacts_apart = models.BooleanField(null=True, blank=True)
     artifacts = models.PositiveBigIntegerField(default=0)  # versions at the source
     artifact_bytes = models.PositiveBigIntegerField(default=0)
