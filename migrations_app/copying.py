@@ -469,6 +469,10 @@ def compare(
         _report(move, differ, pair, now)
 
 
+# In `prove`'s cursor, for a user: the target's sum was our own list's when the sweep began.
+AS_RECORDED = "as recorded"
+
+
 def prove(
     move: TenantMigration,
     source: SessionStore,
@@ -484,22 +488,35 @@ def prove(
     of the closed source. Proven: compared equal at the stamps that both sides still have, where
     stamps see every edit. The target's are read here; that the source's are still the
     recorded ones is what its mark says, read last. So the source is not read again.
+
+    The target's are first read all at once, as their sum: a third of what they take page by
+    page, which is how those are found that are not as recorded.
     """
     last, passed = int(move.cursor_session or 0), 0
     # Out of a split only what was carried back is compared: the rest lives at the source.
     back_out = carries_back(move)
-    listed = move.stamps.filter(carried_back=True) if back_out else move.stamps
+    ours = move.stamps.filter(carried_back=True) if back_out else move.stamps.all()
     chunk = compare_size(move)
     page = PAGE if move.stamps_prove else chunk
+    as_recorded = move.cursor_user == AS_RECORDED
+    # In a split the target has births of its own, so that the sums never are the same.
+    if move.stamps_prove and not move.cursor_session and not queries.split_live(move):
+        recorded, mark = ports.at_once(lambda: listed(move), target.mark)
+        as_recorded = recorded == Mark(mark).of_sessions
+    if as_recorded:
+        ours = ours.filter(compared_at=None)
+        passed = 0 if last else max(0, move.sessions - ours.count())
     pending: list[Key] = []
     while True:
         rows = list(
-            listed.filter(pk__gt=last)
+            ours.filter(pk__gt=last)
             .order_by("pk")
             .values_list("pk", "user_id", "session_id", way(move).written, "compared_at")[:page]
         )
-        with meter.timing("scan", len(rows)):
-            there = target.stamps([Key(row[1], row[2]) for row in rows]) if rows else {}
+        there: Mapping[Key, Stamp] = {}
+        if rows and not as_recorded:
+            with meter.timing("scan", len(rows)):
+                there = target.stamps([Key(row[1], row[2]) for row in rows])
         for _, user, session, stamp, compared_at in rows:
             key = Key(user, session)
             if back_out and there.get(key) not in (None, stamp):
@@ -514,7 +531,8 @@ def prove(
             compare(move, source, target, pending[:chunk], meter=meter, clock=clock)
             del pending[:chunk]
         if stop:
-            return Swept(Key("", str(last)), passed, finished=finished)
+            at = Key(AS_RECORDED if as_recorded else "", str(last))
+            return Swept(at, passed, finished=finished)
 
 
 def _record(

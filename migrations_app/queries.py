@@ -49,8 +49,9 @@ def reading_seconds(move: TenantMigration, *, back: bool = False) -> float:
     """Return how long a fence reads stamps, by what was measured in BACKFILL.
 
     DELTA reads the source's, in pages as long as a mark where nobody but the fence waits for
-    them, VERIFY the target's; the mark is taken once more at the end. On the way back the
-    written side's mark is compared with our own list too.
+    them, VERIFY the target's: in one go too, but of a target that was filled a moment ago and
+    has no statistics. The mark is taken once more at the end. On the way back the written side's
+    mark is compared with our own list too.
     """
     scan, mark = move.scan_seconds or 0.0, move.mark_seconds or 0.0
     first = mark if move.stamps_prove else scan

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from durable import driver
-from migrations_app import ports, queries, services, steps
+from migrations_app import copying, ports, queries, services, steps
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
@@ -118,6 +118,34 @@ def test_a_copy_that_was_spoilt_is_named_and_repaired_by_its_action(both: World)
     services.recopy(both.move, mismatch_ids=[mismatch.pk], by="ada", now=both.clock())
     both.run()
     assert_moved(both, expected, "spoilt and repaired")
+
+
+def test_proof_in_many_short_steps_compares_each_changed_session_once(
+    both: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where stamps see every edit, the others are proven by one sum, not anew in each step."""
+    ready(both)
+    changed = [f"s-{number}" for number in range(1, 6)]
+    for session in changed:
+        query = "select user_id from sessions where app_name = ? and id = ?"
+        [(user,)] = both.source.run(query, APP, session)
+        both.source.turn(APP, user, session, f"{session}-late")
+    expected = both.source.content(APP)
+    go(both)
+    both.run(until=Phase.VERIFY)
+    monkeypatch.setattr(copying, "FENCED_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(copying, "PAGE", 2)
+    monkeypatch.setattr(copying, "CHUNK_MOST", 2)
+    before, steps_taken = both.move.compared, 0
+    while both.move.stage == "sessions":
+        both.step()
+        steps_taken += 1
+    assert steps_taken > 2
+    sessions = 12
+    assert both.move.done == sessions
+    assert both.move.compared - before == (sessions if both.source.sqlite else len(changed))
+    both.run()
+    assert_moved(both, expected, "proven in many steps")
 
 
 def test_an_unrepaired_mismatch_reopens_on_the_source_when_the_budget_is_over(
