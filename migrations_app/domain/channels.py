@@ -82,7 +82,7 @@ def check_step(by: str, text: str, *, what: str) -> None:
                 ' "about" what is to be done.'
             )
         return
-    if len(text) > STEP_MAX or not text.isprintable():
+    if not text or len(text) > STEP_MAX or not text.isprintable():
         raise BadStep(f"The {what} must be one line of 1 to {STEP_MAX:,} visible characters.")
     if by == StepBy.CALLABLE:
         dotted(text)
