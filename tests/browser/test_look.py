@@ -9,9 +9,10 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from migrations_app.domain.phases import Phase
-from migrations_app.models import TenantMigration
+from migrations_app.models import RestoreFinding, TenantMigration
+from tenants import services
 from tenants.domain.roles import Role
-from tenants.models import AuditEntry
+from tenants.models import AuditEntry, RuntimeInstance
 from tests import make, scene
 from tests.browser.conftest import Windows
 
@@ -88,8 +89,20 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
     more[0].transient, more[1].accepted_at, more[1].accepted_reason = True, at, "z" * 200
     for row in more[:2]:
         row.save()
+    dead = RuntimeInstance.objects.filter(cell=here.cell).first()
+    assert dead is not None
+    why = "Instance eu1-a-1 has applied policy ab12.57: run `manage.py restored`."
+    services.halt(by="instance eu1-a-1", why=why, now=at)
+    for tenant, homes in ((here.bolt, ["store-eu1-b"]), (here.acme, [])):
+        told = "store-eu1-a: closed (mv-7); store-eu1-b: open (mv-7)"
+        differs = "store-eu1-a is closed by mv-7, which is unknown here " + "z" * 90
+        RestoreFinding.objects.create(
+            tenant=tenant, found_at=at, says="cell-eu1-a", told=told, differs=differs, homes=homes
+        )
     return [
         "/",
+        "/restored/",
+        f"/instances/{dead.pk}/dead/",
         "/moves/",
         "/moves/?state=all",
         "/tenants/",
@@ -112,7 +125,7 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
 def test_no_page_is_wider_than_its_window(
     width: int, scheme: str, pages: list[str], windows: Windows
 ) -> None:
-    window = windows(width=width, scheme=scheme, calm=False)
+    window = windows(Role.ADMIN, width=width, scheme=scheme, calm=False)
     wide = {path: window.open(path).evaluate(WIDER) for path in pages}
     assert {path: by for path, by in wide.items() if by > 0} == {}
 
@@ -121,7 +134,7 @@ def test_no_page_is_wider_than_its_window(
 def test_text_can_be_read_on_what_is_behind_it(
     scheme: str, pages: list[str], windows: Windows
 ) -> None:
-    window = windows(scheme=scheme, calm=False)
+    window = windows(Role.ADMIN, scheme=scheme, calm=False)
     faint = {path: window.open(path).evaluate(CONTRAST) for path in pages}
     assert {path: found for path, found in faint.items() if found} == {}
 
@@ -129,7 +142,7 @@ def test_text_can_be_read_on_what_is_behind_it(
 def test_every_control_has_a_name_and_every_page_one_heading(
     pages: list[str], windows: Windows
 ) -> None:
-    window = windows(calm=False)
+    window = windows(Role.ADMIN, calm=False)
     for path in pages:
         page = window.open(path)
         assert page.evaluate(NAMELESS) == [], path

@@ -103,3 +103,17 @@ def test_a_rollback_is_asked_for_in_its_dialog_and_is_on_screen(
     page.locator("#dialog-act").click()
     expect(page.locator("#move-head")).to_contain_text("Rolling back in SOAK", timeout=2_000)
     expect(page.locator(f"#act-{move}-cancel_rollback")).to_be_visible()
+
+
+def test_on_a_small_screen_a_dialog_opens_at_its_question_and_offers_the_safe_way_first(
+    here: make.Cast, at: datetime, windows: Windows
+) -> None:
+    move = scene.move(here, Phase.SOAK, now=at)
+    page = windows(width=390).open(f"/moves/mv-{move.pk}/")
+    page.locator(f"#act-{move}-rollback").click()
+    expect(page.locator("#dialog-safe")).to_be_focused()
+    expect(page.locator("#dialog-h")).to_be_in_viewport()
+    safe, act = (page.locator(f"#dialog-{name}").bounding_box() for name in ("safe", "act"))
+    assert safe is not None
+    assert act is not None
+    assert safe["y"] < act["y"]
