@@ -144,7 +144,7 @@ def _save(channel: SideChannel) -> None:
         ("verify step", channel.verify_by, channel.verify_step),
     ):
         check_step(by, step, what=what)
-        port.check(by, step, _allowed())
+        port.check(by, step, queries.may_call())
     # The owner's row is held: of two at once the second sees the first.
     owner: Any = channel.agent or channel.tenant
     type(owner).objects.select_for_update(of=("self",)).get(pk=owner.pk)
@@ -182,10 +182,6 @@ def _audit(channel: SideChannel, verb: str, **more: Any) -> None:
 def _storable(text: str, what: str) -> None:
     if "\0" in text or len(text) > REASON_CHARACTERS:
         raise InvalidOption(f"{what} has up to {REASON_CHARACTERS:,} characters, none of them NUL.")
-
-
-def _allowed() -> port.Allowed:
-    return port.Allowed(settings.CHANNEL_MODULES, settings.CHANNEL_COMMANDS)
 
 
 # --- what people check off ----------------------------------------------------------------------
@@ -375,7 +371,7 @@ def _carry_out(move: TenantMigration, row: MoveChannel, step: Step, clock: Clock
             text,
             step,
             _context(move, row, step),
-            may=_allowed(),
+            may=queries.may_call(),
             seconds=_seconds(move, began),
         )
     except Refused as refused:

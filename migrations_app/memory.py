@@ -94,6 +94,9 @@ def _due(move: TenantMigration) -> QuerySet[SessionStamp]:
     """
     sides = copying.way(move)
     rows = move.stamps.exclude(**{sides.written: ""}).exclude(**{sides.read: ""})
+    if copying.carries_back(move):
+        # The rest is served at the source, where it may be newer than here.
+        rows = rows.filter(carried_back=True)
     current = Q(memory_stamp=F(sides.read))
     if move.phase in REVERSED:
         # Untouched since it went over: the source's memory has it, as that stamp says.

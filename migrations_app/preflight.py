@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from migrations_app import ports
+from durable.errors import Refused
+from migrations_app import ports, queries
 from migrations_app.domain.phases import ENDED, Phase
-from migrations_app.models import TenantMigration
+from migrations_app.models import SideChannel, TenantMigration
 from migrations_app.ports.base import START, Finding, StoreRefused, Survey
+from migrations_app.ports.channel import check as check_step
+from migrations_app.ports.memory import open_memory, where
 from tenants import queries as tenants_queries
 from tenants.domain.words import clock, duration
 from tenants.models import Cell, Store, Tenant
 
 PRACTISED = "Rollback practised"
+CHANNELS = "Side channels"
+MEMORY = "Memory"
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ def preflight(
         source = _with_values(source, target, source_store, tenant)
         checks += _pair_checks(tenant, source, target, source_store, target_store, move)
     checks += _cell_checks(source_cell, target_cell, target_store, now)
+    checks += _beside(tenant, source_cell, source_store, target_store, now)
     if source is not None and target is not None:
         checks.append(_practised((source_store, source), (target_store, target), now))
     return Preflight(tuple(checks), source, target)
@@ -128,10 +135,17 @@ def _pair_checks(
     try:
         ports.check_pair(source, target)
         same = f"both {source.kind} on {source.database.split()[0]}"
+        replayed = (
+            f"{source.layout} to {target.layout}: read and replayed through google-adk's interface"
+        )
         other = f"{source.layout} to {target.layout}: rows are converted on the way"
         strict = ports.strict(source, target)
+        if ports.by_service(source, target):
+            other = replayed
         checks.append(Check("Kinds", True, same if strict else other))
         canonical = "canonical, ids and times included, times to the microsecond"
+        if ports.by_service(source, target):
+            canonical = "canonical, as google-adk reads it, with what of ids and times both keep"
         checks.append(Check("Fingerprint", True, "strict row digests" if strict else canonical))
     except StoreRefused as refusal:
         checks.append(Check("Kinds", False, str(refusal)))
@@ -153,7 +167,13 @@ def _pair_checks(
         blocking = [finding for finding in survey.findings if finding.blocks]
         detail = _named(blocking) or "nothing stands against copying"
         checks.append(Check(f"{side}'s rows and rights", not blocking, detail))
-        if not survey.can_close:
+        if survey.layout is not None and survey.layout.is_service:
+            detail = (
+                f"the {side.lower()} is reached through google-adk, so nothing closes it: its proof"
+                " is protocol and lease alone, and every session is compared"
+            )
+            checks.append(Check(f"{side}'s closing", None, detail))
+        elif not survey.can_close:
             detail = f"the {side.lower()} can't be closed to agents with the rights given"
             checks.append(Check(f"{side}'s closing", False, detail))
     if source.interrupted:
@@ -241,6 +261,84 @@ def instance_check(from_cell: Cell, to_cell: Cell, to_store: Store, *, now: date
         if blind
         else f"all {len(there)} of {to_cell} opened {to_store}",
     )
+
+
+def _beside(
+    tenant: Tenant, source_cell: Cell, source_store: Store, target_store: Store, now: datetime
+) -> list[Check]:
+    """Name what is kept beside the sessions, and what of it would be left behind."""
+    channels = list(queries.channels_of(tenant))
+    memory = _memory_check(source_store, target_store, tenant, channels)
+    if memory is None and not any(map(_says_memory, channels)):
+        memory = _memory_of_plugins(source_cell, now)
+    return [*([memory] if memory is not None else []), _channels_check(tenant, channels)]
+
+
+def _channels_check(tenant: Tenant, channels: Sequence[SideChannel]) -> Check:
+    if not channels:
+        detail = (
+            f"none is registered for {tenant}: a vector index, a cache or logs that are kept by"
+            " tenant would stay behind, and nobody would be told"
+        )
+        return Check(CHANNELS, None, detail)
+    refused = []
+    for channel in channels:
+        for by, step in (
+            (channel.copy_by, channel.copy_step),
+            (channel.verify_by, channel.verify_step),
+        ):
+            try:
+                check_step(by, step, queries.may_call())
+            except Refused as refusal:
+                refused.append(f"{channel}: {refusal}")
+    if refused:
+        return Check(CHANNELS, False, " ".join(dict.fromkeys(refused)))
+    required = sum(channel.required for channel in channels)
+    names = ", ".join(channel.name for channel in channels)
+    return Check(CHANNELS, True, f"{len(channels):,} listed, {required:,} required: {names}")
+
+
+def _memory_check(
+    source: Store, target: Store, tenant: Tenant, channels: Sequence[SideChannel]
+) -> Check | None:
+    """Look whether what agents remember goes along; None: neither store names a memory service."""
+    if not (source.memory_from or target.memory_from):
+        return None
+    if not target.memory_from:
+        moved = [channel.name for channel in channels if _says_memory(channel)]
+        if moved:
+            return Check(MEMORY, True, f"goes over as the side channel {', '.join(moved)}")
+        detail = (
+            f"{source} has a memory service and {target} has none: after the cutover searches"
+            f" would find nothing. Name the one of {target}, or register a side channel with"
+            ' "memory" in its name.'
+        )
+        return Check(MEMORY, False, detail)
+    try:
+        if source.memory_from and where(source.memory_from) == where(target.memory_from):
+            return Check(MEMORY, True, "both stores lead to one memory service: it stays")
+        with open_memory(target.memory_from, app_name=tenant.app_name):
+            return Check(MEMORY, True, f"each session is given to the service of {target}")
+    except StoreRefused as refusal:
+        return Check(MEMORY, False, str(refusal))
+
+
+def _memory_of_plugins(cell: Cell, now: datetime) -> Check | None:
+    """Say that agents run what sounds like a memory, where nothing else is known of one."""
+    instances = tenants_queries.live_instances(cell, now=now)
+    plugins = {plugin for instance in instances for plugin in instance.plugins}
+    named = sorted(plugin for plugin in plugins if "memory" in plugin.lower())
+    if not named:
+        return None
+    detail = (
+        f"instances of {cell} run {', '.join(named)}, but neither store names a memory service and"
+        " no side channel is about memory: what agents remember would stay behind"
+    )
+    return Check(MEMORY, None, detail)
+
+
+def _says_memory(channel: SideChannel) -> bool:
+    return "memory" in channel.name.lower()
 
 
 def way_back(move: TenantMigration, *, now: datetime) -> list[Check]:
