@@ -131,6 +131,7 @@ class TenantMigration(Durable):
     cursor_session = models.CharField(max_length=128, blank=True, default="")
     # Counts from 1 in BACKFILL; the first pass copies all.
     passes = models.PositiveIntegerField(default=0)
+    # When the running pass began, in SOAK the running look. NULL: none has.
     pass_started_at = models.DateTimeField(null=True, blank=True)
     # When the last whole pass ended. NULL: none has.
     pass_ended_at = models.DateTimeField(null=True, blank=True)
@@ -146,7 +147,7 @@ class TenantMigration(Durable):
     deleted = models.PositiveBigIntegerField(default=0)
 
     # Sessions on the target that were written, born or deleted since the cutover, by SOAK's last
-    # look, and when that was. NULL: not looked at yet.
+    # look, and when that began. NULL: not looked at yet.
     touched = models.PositiveBigIntegerField(null=True, blank=True)
     touched_at = models.DateTimeField(null=True, blank=True)
     # Share of the time in which BACKFILL works; below 1 it leaves a slow store alone in between.

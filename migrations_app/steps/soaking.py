@@ -75,7 +75,9 @@ def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
             if move.touched_at is not None:
                 # What runtimes served before the last look is counted in it.
                 tenants.forget_served(move.tenant, before=move.touched_at)
-        return Wait(changes={"changed": 0, "done": 0, **common.at_stage("touched")})
+        return Wait(
+            changes={"changed": 0, "done": 0, "pass_started_at": now, **common.at_stage("touched")}
+        )
     try:
         with copying.both(move) as (source, target):
             if move.stage == "touched":
@@ -103,7 +105,8 @@ def _count_touched(
     changes = {
         # Those that are not on our list were born on the target.
         "touched": touched + max(counts.sessions - done, 0),
-        "touched_at": clock(),
+        # What is served while it looks may be behind it already: it counts as served since.
+        "touched_at": move.pass_started_at,
         "sessions": counts.sessions,
         "users": counts.users,
         "waiting_for": "",

@@ -111,6 +111,28 @@ def test_the_quote_of_a_rollback_counts_what_was_looked_at_and_what_was_served_s
     assert parts["delta"].startswith("4 changed")
 
 
+def test_what_is_served_while_a_look_runs_is_in_the_quote_until_the_next(
+    files: World,
+) -> None:
+    moved(files)
+    look(files)
+    files.clock.pass_by(61)
+    while files.move.stage != "touched":
+        files.step()
+    files.clock.pass_by(1)
+    # The look may be past this session by now.
+    DirtyLine.objects.create(
+        tenant=files.move.tenant, user_id="u-0", session_id="s-0", at=files.clock()
+    )
+    files.clock.pass_by(1)
+    touched = look(files).touched
+    assert touched is not None
+    assert queries.to_carry(files.move) == touched + 1
+    files.clock.pass_by(61)
+    # The next look is of all that.
+    assert look(files).touched == queries.to_carry(files.move)
+
+
 def test_a_rollback_waits_for_an_instance_that_serves_the_source(files: World) -> None:
     content = moved(files)
     look(files)
