@@ -80,11 +80,84 @@ def test_a_closed_fence_is_the_tenants_alone(fence: Fence) -> None:
         assert fence.word().in_flight == {"bolt": 1}
 
 
-@pytest.mark.parametrize("accepts", ["existing", "new", "a word of tomorrow"])
-def test_every_word_but_all_refuses(fence: Fence, accepts: str) -> None:
-    fence.apply(policy(2, entry("acme", accepts=accepts)))
-    with pytest.raises(Draining), fence.enter("acme"):
+@pytest.mark.parametrize("accepts", ["none", "existing", "new", "a word of tomorrow"])
+def test_every_word_but_all_refuses_who_does_not_ask_the_store(fence: Fence, accepts: str) -> None:
+    fence.apply(policy(2, entry("acme", accepts=accepts, split=True)))
+    with pytest.raises(Draining) as refused, fence.enter("acme"):
         pass
+    # Nor is it told to look: what writes without a session is simply refused.
+    assert refused.value.source is None
+
+
+# accepts, split, home_cell, sent on -> what becomes of a turn whose caller asks the store.
+SERVED, KNOWN_ONLY = "served", "served if known"
+DRAINING, LOOKS, SENT_HOME = "draining", "draining, and may look", "moved to home"
+RULES = {
+    ("all", False, None, False): SERVED,
+    ("all", False, None, True): SERVED,
+    # The source, before and after the target has opened.
+    ("existing", False, None, False): KNOWN_ONLY,
+    ("existing", True, None, False): KNOWN_ONLY,
+    ("existing", True, None, True): KNOWN_ONLY,
+    # The target serves only what the source has sent on.
+    ("new", False, "home", False): SENT_HOME,
+    ("new", False, "home", True): SERVED,
+    # Closed: a fence move's, a split's source, a split's target, a cell that was only told.
+    ("none", False, None, False): DRAINING,
+    ("none", True, None, False): LOOKS,
+    ("none", True, None, True): LOOKS,
+    ("none", False, "home", False): SENT_HOME,
+    ("none", False, "home", True): DRAINING,
+    ("a word of tomorrow", False, None, False): DRAINING,
+    ("a word of tomorrow", True, None, True): DRAINING,
+    ("a word of tomorrow", False, "home", False): SENT_HOME,
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "answer"), [pytest.param(*one, id=" ".join(map(str, one[0]))) for one in RULES.items()]
+)
+def test_each_entry_answers_a_turn_by_one_rule(
+    fence: Fence, rule: tuple[str, bool, str | None, bool], answer: str
+) -> None:
+    accepts, split, home_cell, sent_on = rule
+    fence.apply(policy(2, entry("acme", accepts=accepts, split=split, home_cell=home_cell)))
+    came_of = ""
+    try:
+        with fence.enter("acme", "e1.10", sent_on=sent_on, asks_store=True) as turn:
+            came_of = KNOWN_ONLY if turn.known_only else SERVED
+            assert fence.word().in_flight == {"acme": 1}
+    except Draining as refused:
+        came_of = DRAINING if refused.source is None else LOOKS
+    except Moved as refused:
+        came_of = f"moved to {refused.cell}"
+    assert came_of == answer
+    # Who is refused is not counted; who only looks isn't either, or a 0 would not stay 0.
+    assert fence.word().in_flight == {}
+
+
+@pytest.mark.parametrize("accepts", ["existing", "new", "none"])
+@pytest.mark.parametrize(("asked", "refusal"), [("e1.9", Moved), ("e1.11", Behind)])
+def test_no_side_of_a_split_serves_another_placement(
+    fence: Fence, accepts: str, asked: str, refusal: type[RetryLater]
+) -> None:
+    home = None if accepts == "existing" else "home"
+    fence.apply(policy(2, entry("acme", accepts=accepts, split=home is None, home_cell=home)))
+    for sent_on in (False, True):
+        with (
+            pytest.raises(refusal) as refused,
+            fence.enter("acme", asked, sent_on=sent_on, asks_store=True),
+        ):
+            pass
+        if isinstance(refused.value, Moved):
+            assert refused.value.cell == (home or "one")
+
+
+def test_a_mark_without_the_placement_that_set_it_says_nothing(fence: Fence) -> None:
+    fence.apply(policy(2, entry("acme", accepts="new", home_cell="home")))
+    with pytest.raises(ValueError, match="carries the placement"):
+        fence.enter("acme", sent_on=True, asks_store=True).__enter__()
+    assert fence.word().in_flight == {}
 
 
 def test_a_tombstone_names_the_cell(fence: Fence) -> None:
@@ -237,6 +310,30 @@ def test_the_last_older_turn_asks_for_a_report_in_a_split(fence: Fence, said: li
     assert said == ["drained"]
 
 
+@pytest.mark.parametrize("accepts", ["existing", "new"])
+def test_a_split_that_serves_asks_for_no_report_of_each_turn(
+    fence: Fence, said: list[str], accepts: str
+) -> None:
+    fence.apply(policy(2, entry("acme", accepts=accepts)))
+    for _ in range(3):
+        with fence.enter("acme", "e1.10", sent_on=True, asks_store=True):
+            pass
+    assert said == []
+
+
+def test_a_turn_from_before_two_changes_is_still_older(fence: Fence) -> None:
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(fence.enter("acme"))
+        fence.apply(policy(2, entry("acme", accepts="existing")))
+        second.enter_context(fence.enter("acme", asks_store=True))
+        assert fence.word().in_flight_older == {"acme": 1}
+        fence.apply(policy(3, entry("acme", accepts="existing", split=True)))
+        # Now both are: the word errs on the side of waiting.
+        assert fence.word().in_flight_older == {"acme": 2}
+        first.close()
+        assert fence.word().in_flight_older == {"acme": 1}
+
+
 def test_nobody_waits_for_the_end_of_a_turn_that_no_fence_concerns(
     fence: Fence, said: list[str]
 ) -> None:
@@ -382,6 +479,10 @@ def test_many_threads_never_break_a_proof(fence: Fence) -> None:
     assert served
 
 
+# Each lets some turns in.
+OPEN = ("all", "existing", "new")
+
+
 class FenceLaws(RuleBasedStateMachine):
     """Any order of turns, policies, drops and leases, against the rules of a fence."""
 
@@ -395,13 +496,13 @@ class FenceLaws(RuleBasedStateMachine):
         # Set once the fence has said "applied, nobody inside"; cleared when it is opened.
         self.proven = False
 
-    @rule(accepts=st.sampled_from(["all", "none", "existing", "moved"]))
+    @rule(accepts=st.sampled_from(["all", "none", "existing", "new", "moved"]))
     def apply(self, accepts: str) -> None:
         self.number += 1
-        moved = {"moved_to": "two"} if accepts == "moved" else {}
-        self.fence.apply(policy(self.number, entry("acme", accepts=accepts, **moved)))
+        more = {"moved": {"moved_to": "two"}, "new": {"home_cell": "two"}}.get(accepts, {})
+        self.fence.apply(policy(self.number, entry("acme", accepts=accepts, **more)))
         self.accepts = accepts
-        self.proven = self.proven and accepts != "all"
+        self.proven = self.proven and accepts not in OPEN
 
     @rule()
     def drop(self) -> None:
@@ -421,12 +522,15 @@ class FenceLaws(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.clock.advance(seconds)
 
-    @rule()
-    def enter(self) -> None:
+    @rule(asks=st.booleans(), sent_on=st.booleans())
+    def enter(self, asks: bool, sent_on: bool) -> None:
         stack = ExitStack()
-        may = self.accepts == "all" and not self.fence.lapsed
+        opens = {"all"} | ({"existing"} if asks else set()) | ({"new"} if sent_on else set())
+        may = self.accepts in opens and not self.fence.lapsed
         try:
-            turn = stack.enter_context(self.fence.enter("acme"))
+            turn = stack.enter_context(
+                self.fence.enter("acme", "e1.10", sent_on=sent_on, asks_store=asks)
+            )
         except RetryLater:
             assert not may
         else:
@@ -450,10 +554,14 @@ class FenceLaws(RuleBasedStateMachine):
             assert word.applied is None
         else:
             assert word.applied == Version("e1", self.number)
-            if self.accepts != "all":
+            if self.accepts not in OPEN:
                 # Whoever is inside entered under an older entry.
                 assert word.in_flight_older.get("acme", 0) == count
                 self.proven = self.proven or not count
+            if self.accepts == "existing":
+                # Whoever may still give birth entered by another entry, and is told of as older.
+                births = sum(not turn.known_only for turn, _ in self.inside)
+                assert word.in_flight_older.get("acme", 0) >= births
         if self.proven:
             assert count == 0
 
