@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -11,6 +13,7 @@ from durable.errors import Refused
 from migrations_app import ports, queries
 from migrations_app.domain.phases import ENDED, Phase
 from migrations_app.models import SideChannel, TenantMigration
+from migrations_app.ports import artifacts
 from migrations_app.ports.base import START, Finding, StoreRefused, Survey
 from migrations_app.ports.channel import check as check_step
 from migrations_app.ports.memory import open_memory, where
@@ -19,6 +22,9 @@ from tenants.domain.words import clock, duration
 from tenants.models import Cell, Store, Tenant
 
 PRACTISED = "Rollback practised"
+ARTIFACTS = "Artifacts"
+# So long are artifacts' names looked at before a move begins (seconds).
+LOOK_SECONDS = 3.0
 CHANNELS = "Side channels"
 MEMORY = "Memory"
 
@@ -39,6 +45,8 @@ class Preflight:
     checks: tuple[Check, ...]
     source: Survey | None
     target: Survey | None
+    # Of what is kept beside the sessions.
+    further: tuple[Finding, ...] = ()
 
     @property
     def refusals(self) -> list[str]:
@@ -47,7 +55,8 @@ class Preflight:
     @property
     def findings(self) -> list[dict[str, Any]]:
         sides = [survey for survey in (self.source, self.target) if survey is not None]
-        return [asdict(finding) for survey in sides for finding in survey.findings]
+        named = [finding for survey in sides for finding in survey.findings]
+        return [asdict(finding) for finding in (*named, *self.further)]
 
 
 def preflight(
@@ -70,11 +79,13 @@ def preflight(
     if source is not None and target is not None:
         source = _with_values(source, target, source_store, tenant)
         checks += _pair_checks(tenant, source, target, source_store, target_store, move)
+    looked, further = artifact_checks(tenant, source_store, target_store, move=move)
+    checks += looked
     checks += _cell_checks(source_cell, target_cell, target_store, now)
     checks += _beside(tenant, source_cell, source_store, target_store, now)
     if source is not None and target is not None:
         checks.append(_practised((source_store, source), (target_store, target), now))
-    return Preflight(tuple(checks), source, target)
+    return Preflight(tuple(checks), source, target, further)
 
 
 def _practised(source: tuple[Store, Survey], target: tuple[Store, Survey], now: datetime) -> Check:
@@ -365,3 +376,126 @@ def _guarded(move: TenantMigration, store: Store) -> Check:
         return Check(str(store), False, "it has lost one of ADK's tables. Bring it back first.")
     ours = guard is not None and guard.move == move.pk
     return Check(str(store), ours, "" if ours else f"its guard row is not {move}'s any more.")
+
+
+# --- artifacts -----------------------------------------------------------------------------------
+
+
+def artifact_checks(
+    tenant: Tenant, source: Store, target: Store, *, move: TenantMigration | None = None
+) -> tuple[list[Check], tuple[Finding, ...]]:
+    """Look at both stores' artifact services and write nothing. Takes seconds at most.
+
+    Returns findings too: names that the target can't hold. What a version holds shows when it is
+    copied.
+    """
+    if not source.artifacts_from:
+        known = f"{source} names no artifact service"
+        return [Check(ARTIFACTS, True, f"none: {known}")] if target.artifacts_from else [], ()
+    try:
+        if target.artifacts_from and artifacts.same_address(
+            source.artifacts_from, target.artifacts_from
+        ):
+            one = f"{source} and {target} keep them in one place: none is copied, none removed"
+            return [Check(ARTIFACTS, True, one)], ()
+        with _artifacts(source, tenant) as ours:
+            if not target.artifacts_from:
+                return [_left_alone(ours, tenant, source, target)], ()
+            with _artifacts(target, tenant) as theirs:
+                return _both(tenant, target, ours, theirs, move)
+    except StoreRefused as refused:
+        return [Check(ARTIFACTS, False, str(refused))], ()
+
+
+@contextmanager
+def _artifacts(store: Store, tenant: Tenant) -> Iterator[artifacts.ArtifactStore]:
+    with ExitStack() as stack:
+        known = artifacts.Sessions(
+            stack,
+            lambda: ports.open_store(store.kind, store.address_from, app_name=tenant.app_name),
+        )
+        yield stack.enter_context(
+            artifacts.open_artifacts(store.artifacts_from, app_name=tenant.app_name, known=known)
+        )
+
+
+def holds_artifacts(side: artifacts.ArtifactStore) -> bool:
+    """Whether a service keeps anything of the tenant."""
+    after = ""
+    while users := side.users(after, 500):
+        for user in users:
+            if any(side.listing(user).values()):
+                return True
+        after = users[-1]
+    return False
+
+
+def _left_alone(
+    ours: artifacts.ArtifactStore, tenant: Tenant, source: Store, target: Store
+) -> Check:
+    """A target without an artifact service is one for tenants that have none."""
+    held = holds_artifacts(ours)
+    detail = f"nothing of {tenant.app_name} on {source}, and {target} names no artifact service"
+    if held:
+        detail = (
+            f"{tenant.app_name} has some on {source}, and {target} names no artifact service: they"
+            f" would be out of reach. Name one for {target}, or choose another store."
+        )
+    return Check(ARTIFACTS, not held, detail)
+
+
+def _both(
+    tenant: Tenant,
+    target: Store,
+    ours: artifacts.ArtifactStore,
+    theirs: artifacts.ArtifactStore,
+    move: TenantMigration | None,
+) -> tuple[list[Check], tuple[Finding, ...]]:
+    users, versions, whole, refused = _names(ours, theirs)
+    held = f"{versions:,} versions of {users:,} users" + ("" if whole else ", and more")
+    checks = [Check(ARTIFACTS, not refused, held)]
+    findings: tuple[Finding, ...] = ()
+    if refused:
+        (example, reason), count = refused[0], len(refused)
+        findings = (Finding("artifacts", reason, count, example, True),)
+        told = f"{target} can't hold {count:,} of their names, such as {example}: {reason}"
+        checks = [Check(ARTIFACTS, False, told)]
+    if holds_artifacts(theirs):
+        leftovers, _ = _held(tenant, target, move)
+        detail = f"what {leftovers} left will be removed first"
+        if leftovers is None:
+            detail = (
+                f"{target} keeps some of {tenant.app_name} already. Remove them, or choose another"
+                " store."
+            )
+        checks.append(Check(f"Room for artifacts on {target}", leftovers is not None, detail))
+    for side, name in ((ours, "source"), (theirs, "target")):
+        if side.caveat:
+            checks.append(Check(f"{name.title()}'s artifacts", None, side.caveat))
+    return checks, findings
+
+
+def _names(
+    ours: artifacts.ArtifactStore, theirs: artifacts.ArtifactStore
+) -> tuple[int, int, bool, list[tuple[str, str]]]:
+    """Walk names for a few seconds; return users, versions, if that is all, what is refused."""
+    until = time.monotonic() + LOOK_SECONDS
+    count, versions, after = 0, 0, ""
+    refused: list[tuple[str, str]] = []
+    while users := ours.users(after, 500):
+        for user in users:
+            listing = ours.listing(user)
+            kept: set[artifacts.Name] = set()
+            for name in (name for name, held in listing.items() if held):
+                place = theirs.placed(ours.placed(name))
+                why = theirs.refusal(user, name, None)
+                if place in kept:
+                    why = "it is kept as one with another name there"
+                if why:
+                    refused.append((artifacts.spell(name.name), why))
+                kept.add(place)
+            count, versions = count + bool(kept), versions + sum(map(len, listing.values()))
+            if time.monotonic() > until:
+                return count, versions, False, refused
+        after = users[-1]
+    return count, versions, True, refused

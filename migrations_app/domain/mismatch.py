@@ -23,6 +23,7 @@ class Looks(StrEnum):
     CANNOT_HOLD = "cannot_hold"  # The target refuses a value, or changes it in a way that is known.
     MOVED_ON = "moved_on"  # The source went on after the copy; nothing is wrong.
     NOT_CARRIED = "not_carried"  # On the way back: the target has what did not reach the source.
+    STALE_ARTIFACT = "stale_artifact"  # Under the number that our map names stands another version.
     LATE_WRITE = "late_write"  # Written at the source although it was closed, after the cutover.
 
 
@@ -36,6 +37,7 @@ WORDS: dict[Looks, str] = {
     Looks.CANNOT_HOLD: "The target can't hold this value as it is.",
     Looks.MOVED_ON: "Changed after its copy; the next pass takes it along.",
     Looks.NOT_CARRIED: "Written on the target and not carried back yet.",
+    Looks.STALE_ARTIFACT: "Stale artifact version: another one stands under its number.",
     Looks.LATE_WRITE: "Written at the closed source after the cutover: download both versions.",
     Looks.CHANGED_VALUE: "A value differs: edited in place, or not held by the target.",
 }

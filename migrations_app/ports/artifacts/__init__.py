@@ -35,6 +35,7 @@ from migrations_app.ports.artifacts.content import (
     difference,
     spell,
 )
+from migrations_app.ports.artifacts.known import Sessions
 from migrations_app.ports.artifacts.native import FileStore, MemoryStore
 from migrations_app.ports.artifacts.service import NOBODY, GcsStore, ServiceStore
 from migrations_app.ports.base import StoreRefused, Unreachable
@@ -52,6 +53,7 @@ __all__ = [
     "Known",
     "Listing",
     "Name",
+    "Sessions",
     "Versions",
     "content",
     "difference",

@@ -139,7 +139,8 @@ def spell(text: str) -> str:
     >>> spell("report.pdf"), spell("a\0b")
     ('report.pdf', 'json:"a\\u0000b"')
     """
-    if "\0" in text or text.startswith("json:") or not encodes(text):
+    # A row without a name is about none.
+    if not text or "\0" in text or text.startswith("json:") or not encodes(text):
         text = f"json:{json.dumps(text)}"
     if len(body := text.encode()) > LONGEST_NAME:
         return f"{text[:300]}... sha256:{hashlib.sha256(body).hexdigest()}"

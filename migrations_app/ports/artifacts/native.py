@@ -157,10 +157,9 @@ class FileStore(ServiceStore):
 
     def forget_user(self, user_id: str) -> None:
         """Remove the user's empty folders."""
-        home = self._root / user_id
-        for folder in (home / "artifacts", home / "sessions", home):
+        for folder, _, _ in os.walk(self._root / user_id, topdown=False):
             with suppress(OSError):
-                folder.rmdir()
+                Path(folder).rmdir()
 
     def _folder(self, user_id: str, name: Name) -> Path:
         home = self._root / user_id

@@ -73,7 +73,7 @@ class ServiceStore:
             name = Name("", listed if listed.startswith(USER) else f"{USER}{listed}")
             found[name] = self._versions(user_id, name)
         for session in self.known.sessions(user_id):
-            for listed in self._keys(user_id, session):
+            for listed in self._of_session(user_id, session):
                 if listed.startswith(USER):
                     continue
                 name = Name(session, listed)
@@ -89,10 +89,12 @@ class ServiceStore:
 
     def load(self, user_id: str, name: Name, version: int) -> Content:
         """Read one version. A link is not told from what it leads to here."""
-        part = self.call(self.service.load_artifact(**self._at(user_id, name), version=version))
-        about = self.call(
-            self.service.get_artifact_version(**self._at(user_id, name), version=version)
-        )
+        at = self._at(user_id, name)
+        try:
+            part = self.call(self.service.load_artifact(**at, version=version))
+            about = self.call(self.service.get_artifact_version(**at, version=version))
+        except ArtifactsRefused as refused:
+            raise ArtifactUnreadable(f"version {version} can't be read: {refused}") from None
         custom = (about.custom_metadata if about is not None else None) or {}
         if part is None:
             # What a rewind saves in a version's place is read as none at all.
@@ -161,6 +163,13 @@ class ServiceStore:
                 app_name=self.app_name, user_id=user_id, session_id=session_id
             )
         )
+
+    def _of_session(self, user_id: str, session_id: str) -> list[str]:
+        try:
+            return self._keys(user_id, session_id)
+        except ArtifactsRefused:
+            # An id that it takes for a path out of its place: nothing was ever saved under it.
+            return []
 
     def _versions(self, user_id: str, name: Name) -> Versions:
         versions = self.call(self.service.list_versions(**self._at(user_id, name)))
