@@ -56,6 +56,9 @@ class Verdict:
     returned: int = 0
     # Sessions whose events the store holds in another order than clients were told of them.
     disordered: int = 0
+    # Conversations that a client deleted, and those of them that are there again.
+    deleted: int = 0
+    revived: int = 0
     turns: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     # (tenant, when) of each refusal, to be held against the times of the fence.
@@ -72,7 +75,8 @@ class Verdict:
 
     @property
     def clean(self) -> bool:
-        return not (self.missing or self.doubled or self.returned or self.disordered)
+        faults = (self.missing, self.doubled, self.returned, self.disordered, self.revived)
+        return not any(faults)
 
     def __str__(self) -> str:
         return f"{self.acknowledged:,} acknowledged, {self.found:,} found, {self.doubled:,} doubled"
@@ -102,8 +106,12 @@ def audit(
     told: dict[tuple[str, str, str], list[journal.Line]] = defaultdict(list)
     # (tenant, user, session, invocation) -> how many events a finished turn yielded.
     whole: dict[tuple[str, str, str, str], int] = {}
+    # The last word of each session that was to be deleted.
+    ends: dict[tuple[str, str, str], journal.Kind] = {}
     for line in journal.read(journals):
         key = (line.tenant, line.user, line.session)
+        if line.kind in ("deleting", "deleted") or (line.kind == "refused" and key in ends):
+            ends[key] = line.kind
         if line.kind == "event":
             told[key].append(line)
         elif line.kind == "turn":
@@ -119,12 +127,23 @@ def audit(
             verdict.failed += 1
             verdict._note(f"failed: {line.tenant} {line.session}: {line.reason}")
     stored = {tenant: _by_session(home) for tenant, home in homes.items()}
+    # What a killed process was about to delete may be there or not.
+    over = {key for key, word in ends.items() if word != "refused"}
+    for tenant, user, session in (key for key, word in ends.items() if word == "deleted"):
+        verdict.deleted += 1
+        if stored[tenant].get((user, session)):
+            verdict.revived += 1
+            verdict._note(f"{tenant}/{user}/{session}: deleted, and there again")
     for (tenant, user, session), lines in told.items():
+        if (tenant, user, session) in over:
+            continue
         there = stored[tenant].get((user, session), [])
         _count(verdict, f"{tenant}/{user}/{session}", lines, there)
         _owners(verdict, f"{tenant}/{user}/{session}", lines, (lived or {}).get(tenant))
         _order(verdict, f"{tenant}/{user}/{session}", lines, there)
     for (tenant, user, session, invocation), count in whole.items():
+        if (tenant, user, session) in over:
+            continue
         there = stored[tenant].get((user, session), [])
         # The user's own event is one more. Fewer would be counted as missing already.
         extra = sum(event.invocation == invocation for event in there) - count - 1

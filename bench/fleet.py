@@ -4,8 +4,8 @@
 and lets scripted clients talk to several tenants, each over users and sessions of its own,
 until SIGTERM: then the turns that run end, the instances leave, the journal is flushed.
 
-The clients are where a gateway would be: they read the placement feed, send each turn to
-the cell that it names, and read it again when they are told that the tenant has moved.
+The clients talk through a gateway of the process' own: it reads the placement feed by its own
+clock, has each turn served by whoever owns it, and is as stale as a gateway may be.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +31,7 @@ from google.adk.events.event import Event
 from agent_runtime.adk import Host
 from agent_runtime.client import PolicyClient
 from agent_runtime.errors import RetryLater
-from agent_runtime.transport import HttpTransport
+from agent_runtime.gateway import Gateway, Offer, Placements
 from bench import scripted
 from bench.journal import Journal, Kind, Line
 from bench.noting import Noting
@@ -43,7 +42,9 @@ READY_SECONDS = 30.0
 STOP_SECONDS = 8.0
 # A turn that is refused for longer than this is given up, and journalled as failed.
 PATIENCE_SECONDS = 180.0
-FEED_SECONDS = 0.25
+# So long a turn stays with the gateway before its client hears "later": short, for a journal
+# that shows it, and a process that stops soon.
+GATEWAY_PATIENCE_SECONDS = 2.0
 
 TurnKind = Literal["plain", "streaming", "slow", "cancelled"]
 
@@ -79,10 +80,14 @@ class Config:
     tool_seconds: float = 1.2
     # The longest that a refused client waits before it tries again, whatever it was told.
     retry_cap_seconds: float = 0.5
+    # How often the process' gateway reads the placement feed by itself.
+    placement_seconds: float = 1.0
     # Parts in 100 of each kind of turn; the rest is plain.
     streaming: int = 15
     slow: int = 8
     cancelled: int = 8
+    # Deletions in 100 turns, of conversations that the client began itself.
+    deleted: int = 2
     # The process ends by itself after so many turns. None: at SIGTERM.
     turns: int | None = None
     longest_turn_seconds: float = 30.0
@@ -104,58 +109,6 @@ class Config:
         path.touch(0o600)
         path.chmod(0o600)
         path.write_text(json.dumps(self, default=vars))
-
-
-@dataclass(frozen=True)
-class Place:
-    """One line of the placement feed."""
-
-    cell: str
-    placement_version: str
-
-
-class Feed:
-    """The placement feed, as a gateway keeps it."""
-
-    def __init__(self, url: str, token: str) -> None:
-        self._transport = HttpTransport(url)
-        self._headers = {"Authorization": f"Bearer {token}"}
-        self._places: dict[str, Place] = {}
-        self._since = ""
-        self._read_at = 0.0
-        self._reading: asyncio.Task[None] | None = None
-
-    def where(self, tenant: str) -> Place | None:
-        """Return where the tenant lives, as far as this feed has been read."""
-        return self._places.get(tenant)
-
-    async def read(self) -> None:
-        """Ask for what changed; at most a few times a second, however many clients ask."""
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._read())
-        # A client that is cancelled here leaves the connection to the others in one piece.
-        await asyncio.shield(self._reading)
-
-    async def _read(self) -> None:
-        if time.monotonic() - self._read_at < FEED_SECONDS:
-            return
-        path = "/api/v1/placement" + (f"?since={self._since}" if self._since else "")
-        with contextlib.suppress(OSError, HTTPException):
-            status, _, body = await asyncio.to_thread(
-                self._transport, "GET", path, None, self._headers
-            )
-            if status == 200:
-                self._take(json.loads(body))
-            elif status != 304:
-                log.warning("the placement feed answered %s", status)
-        self._read_at = time.monotonic()
-
-    def _take(self, answer: dict[str, Any]) -> None:
-        rows = {
-            row["tenant"]: Place(row["cell"], row["placement_version"]) for row in answer["tenants"]
-        }
-        self._places = rows if answer["full"] else {**self._places, **rows}
-        self._since = answer["version"]
 
 
 @dataclass
@@ -180,7 +133,12 @@ class Fleet:
         self._journal = Journal(Path(self.config.journal))
         # Event id -> key of the store that took it, until its turn is journalled.
         self._taken: dict[str, str] = {}
-        self._feed = Feed(self.config.url, self.config.gateway_token)
+        self._placements = Placements(
+            self.config.url,
+            self.config.gateway_token,
+            poll_seconds=self.config.placement_seconds,
+        )
+        self._gateway = Gateway(self._placements, patience_seconds=GATEWAY_PATIENCE_SECONDS)
         self._instances: dict[str, PolicyClient] = {}
         self._hosts: dict[str, Host] = {}
 
@@ -207,6 +165,7 @@ class Fleet:
                 lambda entry, service: scripted.build_runner(entry.app_name, service),
             )
             client.start()
+        self._placements.start()
         try:
             await self._ready()
             async with asyncio.TaskGroup() as group:
@@ -214,6 +173,7 @@ class Fleet:
                     for number in range(talk.clients):
                         group.create_task(self._client(talk, number))
         finally:
+            await asyncio.to_thread(self._placements.stop)
             for client in self._instances.values():
                 await asyncio.to_thread(client.leave, wait_seconds=STOP_SECONDS)
             for host in self._hosts.values():
@@ -224,8 +184,7 @@ class Fleet:
     async def _ready(self) -> None:
         limit = time.monotonic() + READY_SECONDS
         while not self.stopping.is_set():
-            await self._feed.read()
-            known = all(self._feed.where(talk.tenant) for talk in self.config.talks)
+            known = all(self._placements.where(talk.tenant) for talk in self.config.talks)
             if known and all(client.ready for client in self._instances.values()):
                 return
             if time.monotonic() > limit:
@@ -245,6 +204,12 @@ class Fleet:
                 if not await self._create(talk.tenant, *pair):
                     continue
                 known.append(pair)
+            elif dice.randrange(100) < self.config.deleted:
+                # Of its own: how another's conversation ended, its journal could not say.
+                mine = [pair for pair in known if pair[1].startswith(f"s-{own}-")]
+                if len(mine) > 1 and await self._delete(talk.tenant, *mine[0]):
+                    known.remove(mine[0])
+                continue
             self.counts.turns += 1
             await self._turn(talk.tenant, *dice.choice(known), self._kind(dice), dice)
             await self._pause(self.config.think_seconds * dice.uniform(0.5, 1.5))
@@ -265,12 +230,44 @@ class Fleet:
         return "plain"
 
     async def _create(self, tenant: str, user: str, session: str) -> bool:
-        async def create(host: Host, place: Place) -> None:
-            await host.create_session(
-                tenant, user, session_id=session, placement_version=place.placement_version
+        async def create(offer: Offer) -> None:
+            await self._hosts[offer.side.cell].create_session(
+                tenant,
+                user,
+                session_id=session,
+                placement_version=offer.placement_version,
+                sent_on=offer.sent_on,
             )
 
-        return await self._patiently(tenant, user, session, create)
+        return await self._patiently(
+            tenant, user, session, lambda: self._gateway.route(tenant, create)
+        )
+
+    async def _delete(self, tenant: str, user: str, session: str) -> bool:
+        """Delete a conversation, or leave it where that has to wait. Return whether it is over."""
+
+        async def delete(offer: Offer) -> None:
+            await self._hosts[offer.side.cell].delete_session(
+                tenant,
+                user,
+                session,
+                placement_version=offer.placement_version,
+                sent_on=offer.sent_on,
+            )
+
+        # Before it is sent: of one that a killed process was about to delete nobody knows.
+        self._write("deleting", tenant, user, session)
+        try:
+            await self._gateway.route(tenant, delete)
+        except RetryLater as later:
+            self._refused(tenant, user, session, later)
+            return False
+        except Exception as error:
+            log.exception("a deletion of %s failed", tenant)
+            self._fail(tenant, user, session, f"{type(error).__name__}: {error}")
+            return True
+        self._write("deleted", tenant, user, session)
+        return True
 
     async def _turn(
         self, tenant: str, user: str, session: str, kind: TurnKind, dice: random.Random
@@ -281,17 +278,20 @@ class Fleet:
         message = scripted.message(text)
         run_config = scripted.STREAMING if kind == "streaming" else None
 
-        async def talk(host: Host, place: Place) -> None:
-            invocation, count = "", 0
-            events = host.run(
+        def send(offer: Offer) -> AsyncGenerator[Event, None]:
+            return self._hosts[offer.side.cell].run(
                 tenant,
                 user,
                 session,
                 message,
-                placement_version=place.placement_version,
+                placement_version=offer.placement_version,
+                sent_on=offer.sent_on,
                 run_config=run_config,
             )
-            async with contextlib.aclosing(events):
+
+        async def talk() -> None:
+            invocation, count = "", 0
+            async with contextlib.aclosing(self._gateway.stream(tenant, send)) as events:
                 async for event in events:
                     if event.partial:
                         continue
@@ -323,24 +323,15 @@ class Fleet:
         )
 
     async def _patiently(
-        self,
-        tenant: str,
-        user: str,
-        session: str,
-        act: Callable[[Host, Place], Awaitable[None]],
+        self, tenant: str, user: str, session: str, act: Callable[[], Awaitable[None]]
     ) -> bool:
         """Do it, again and again while the answer is "later". Return whether it was done."""
         limit = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < limit:
-            place = self._feed.where(tenant)
-            assert place is not None  # the fleet began when it was there
             try:
-                await act(self._hosts[place.cell], place)
+                await act()
             except RetryLater as later:
-                reason = type(later).__name__
-                self.counts.refused += 1
-                self._write("refused", tenant, user, session, reason=reason)
-                await self._feed.read()
+                self._refused(tenant, user, session, later)
                 seconds = min(later.retry_after_seconds, self.config.retry_cap_seconds)
                 if await self._pause(seconds):
                     return False
@@ -353,6 +344,10 @@ class Fleet:
                 return True
         self._fail(tenant, user, session, f"refused for {PATIENCE_SECONDS:.0f} s")
         return False
+
+    def _refused(self, tenant: str, user: str, session: str, later: RetryLater) -> None:
+        self.counts.refused += 1
+        self._write("refused", tenant, user, session, reason=type(later).__name__)
 
     def _fail(self, tenant: str, user: str, session: str, reason: str) -> None:
         self.counts.failed += 1

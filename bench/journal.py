@@ -18,7 +18,7 @@ from typing import Literal
 FLUSH_SECONDS = 1.0
 LONGEST_LINE = 65_536
 
-Kind = Literal["event", "turn", "refused", "failed", "cancelled"]
+Kind = Literal["event", "turn", "refused", "failed", "cancelled", "deleting", "deleted"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Line:
 
     # event: acknowledged. turn: over, `count` events were yielded and none will follow.
     # refused: to be sent again. failed: an error that is not retryable. cancelled: by the client.
+    # deleting: the session is about to be. deleted: it is gone.
     kind: Kind
     # Seconds since 1970, this machine's clock.
     at: float

@@ -172,6 +172,8 @@ class Scene:
                 think_seconds=think_seconds,
                 turns=turns,
                 longest_turn_seconds=longest_turn_seconds,
+                # One hears of a placement long after another: the cells have to refuse it.
+                placement_seconds=0.5 + 2.5 * number,
                 seed=number,
             )
             path = self.home / f"{name}.json"

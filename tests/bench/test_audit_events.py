@@ -131,6 +131,38 @@ def test_refusals_are_held_against_the_tenant_and_the_time_of_the_fence(world: W
     assert verdict.refused_outside("bolt", 5.0, 25.0) == 2
 
 
+def test_what_a_client_deleted_is_not_missed(world: World) -> None:
+    world.tell("deleting")
+    world.tell("deleted")
+    world.database.execute("DELETE FROM events")
+    verdict = world.audit()
+    assert (verdict.acknowledged, verdict.deleted, verdict.clean) == (0, 1, True)
+
+
+def test_what_a_client_deleted_and_is_there_again_is_a_fault(world: World) -> None:
+    world.tell("deleting")
+    world.tell("deleted")
+    verdict = world.audit()
+    assert (verdict.revived, verdict.clean) == (1, False)
+
+
+def test_what_could_not_be_deleted_is_missed_as_ever(world: World) -> None:
+    world.tell("deleting")
+    world.tell("refused", reason="Draining")
+    world.database.execute("DELETE FROM events WHERE id = 'e1'")
+    assert world.audit().missing == 1
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_killed_process_was_about_to_delete_may_be_there_or_not(
+    world: World, there: bool
+) -> None:
+    world.tell("deleting")
+    if not there:
+        world.database.execute("DELETE FROM events")
+    assert world.audit().clean
+
+
 def test_a_line_cut_short_by_a_kill_is_not_counted(world: World) -> None:
     with world.path.open("a") as file:
         file.write('{"kind":"event","at":2.0,"tenant":"acme","us')
