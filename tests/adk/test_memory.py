@@ -14,7 +14,6 @@ from migrations_app.ports.base import Key
 from migrations_app.ports.memory import Recalled, recall
 from tests.adk.layouts import ACME, Place
 
-
 NATIVE = (Layout.POSTGRESQL, Layout.SQLITE, Layout.ADK_SQLITE)
 
 
