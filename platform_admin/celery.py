@@ -46,8 +46,7 @@ app.conf.update(
     # A long copy on `bulk` never starves a fence on `prompt`.
     task_queues=[Queue(name, routing_key=name) for name in ("prompt", "bulk")],
     task_default_queue="prompt",
-    # A step that hangs is killed well before its claim's lease ends.
-    task_time_limit=settings.DURABLE_LEASE_SECONDS * 2 / 3,
+    task_time_limit=settings.DURABLE_STEP_SECONDS,
     # One message at a time, so that a waiting one can go to another worker.
     worker_prefetch_multiplier=1,
     worker_hijack_root_logger=False,

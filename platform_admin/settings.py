@@ -113,6 +113,8 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 # A claim on a row holds this long (seconds); past it another worker takes over.
 DURABLE_LEASE_SECONDS = float(os.environ.get("DURABLE_LEASE_SECONDS", "30"))
+# A step that hangs is killed well before its claim's lease ends (seconds).
+DURABLE_STEP_SECONDS = DURABLE_LEASE_SECONDS * 2 / 3
 # How long a runtime may start turns without hearing from us (seconds).
 RUNTIME_LEASE_SECONDS = float(os.environ.get("RUNTIME_LEASE_SECONDS", "900"))
 

@@ -26,6 +26,15 @@ class Layout(StrEnum):
     POSTGRESQL = "adk-sql on PostgreSQL"  # DatabaseSessionService: jsonb, timestamps.
     SQLITE = "adk-sql on SQLite"  # DatabaseSessionService: JSON text, times as text.
     ADK_SQLITE = "adk-sqlite"  # SqliteSessionService: JSON text, times as floats.
+    # Through google-adk's services, and what those stand on; never row by row.
+    SERVICE_POSTGRESQL = "adk-service on PostgreSQL"  # DatabaseSessionService.
+    SERVICE_SQLITE = "adk-service on SQLite"  # DatabaseSessionService.
+    SERVICE_ADK_SQLITE = "adk-service on SqliteSessionService"
+    SERVICE = "adk-service, another"  # In memory, MySQL, Agent Engine, yours.
+
+    @property
+    def is_service(self) -> bool:
+        return self.value.startswith("adk-service")
 
 
 class Fate(StrEnum):
@@ -56,6 +65,17 @@ class Odd(StrEnum):
     FINE_TIME = "a time finer than a microsecond"
     LATE_TIME = "a time after the year 2242"
     SAME_TIME = "events of one time whose order of writing is not that of their ids"
+    TIME_ORDER = "an event that is earlier than the one before it"
+    TIME_APART = "a session's time that none of its events has"
+    PADDED_ID = "white space around a session's id"
+    RESERVED_ID = "a session's id that Switchyard keeps for itself"
+    NOT_OBJECT = "a state that is not a JSON object"
+    SHARED_KEY = "a key app:, user: or temp: in a session's own state"
+    TEMP_KEY = "a key temp: in an event's state_delta"
+    PARTIAL = "a partial event"
+    NEW_FIELD = "a field of an event that this google-adk does not know"
+    FOREIGN_EVENT = "an event that this google-adk can't read"
+    PYTHON = "a Python object that is no JSON: bytes, a date, a tuple, a set"
 
 
 @dataclass(frozen=True)
@@ -81,74 +101,117 @@ def _refused(words: str) -> Outcome:
 
 _P, _S, _A = Layout.POSTGRESQL, Layout.SQLITE, Layout.ADK_SQLITE
 _ANY = _refused("google-adk can't read it either: repair or delete the session")
+_AS_IT_IS = _kept("copied as it is; google-adk can't read it")
+_NULL = _changed("google-adk writes null for it")
+_INTEGER = _changed("becomes an integer")
+_BY_IDS = _changed("read in the order of their ids")
+_BY_TIMES = _changed("read in the order of their times")
+_NOT_THERE = _refused("DatabaseSessionService can't read it")
+_ROUNDED = _changed("rounded to a microsecond; the event's own time, in its data, is exact")
+_STRIPS = _refused("it strips the id, so that it is another session's")
+
+
+def _line(
+    p: Outcome,
+    s: Outcome,
+    a: Outcome,
+    *,
+    sp: Outcome | None = None,
+    ss: Outcome | None = None,
+    sa: Outcome | None = None,
+    other: Outcome = KEPT,
+) -> Mapping[Layout, Outcome]:
+    """Make a line: a service mostly does what the store under it does, and memory keeps objects."""
+    return {
+        _P: p,
+        _S: s,
+        _A: a,
+        Layout.SERVICE_POSTGRESQL: sp or p,
+        Layout.SERVICE_SQLITE: ss or s,
+        Layout.SERVICE_ADK_SQLITE: sa or a,
+        # Known of InMemorySessionService; another service's answer is read back and compared.
+        Layout.SERVICE: other,
+    }
+
+
+def _services(of_all: Outcome, native: Outcome = KEPT) -> Mapping[Layout, Outcome]:
+    """Make a line of what replay alone does."""
+    return {layout: of_all if layout.is_service else native for layout in Layout}
+
 
 TABLE: Mapping[Odd, Mapping[Layout, Outcome]] = {
-    Odd.NUL_IN_STATE: {
-        _P: _refused("PostgreSQL holds no NUL character"),
-        _S: KEPT,
-        _A: _changed(
+    Odd.NUL_IN_STATE: _line(
+        _refused("PostgreSQL holds no NUL character"),
+        KEPT,
+        _changed(
             "copied whole, but google-adk cuts the text at the NUL when it next writes that state"
         ),
-    },
-    Odd.NUL_IN_EVENT: {_P: _refused("PostgreSQL holds no NUL character"), _S: KEPT, _A: KEPT},
-    Odd.NUL_IN_ID: {_P: _refused("PostgreSQL holds no NUL character"), _S: KEPT, _A: KEPT},
-    Odd.SURROGATE: {
-        _P: _refused("PostgreSQL holds no half of a surrogate pair"),
-        _S: KEPT,
-        _A: _refused("SqliteSessionService can't read half of a surrogate pair"),
-    },
-    Odd.NOT_FINITE_IN_STATE: {
-        _P: _refused("PostgreSQL's JSON holds neither NaN nor Infinity"),
-        _S: KEPT,
-        _A: _refused("SQLite calls it malformed: google-adk could never write that state again"),
-    },
-    Odd.NOT_FINITE_IN_EVENT: {
-        _P: _refused("PostgreSQL's JSON holds neither NaN nor Infinity"),
-        _S: KEPT,
-        _A: KEPT,
-    },
-    Odd.MINUS_ZERO_IN_STATE: {
-        _P: _changed("-0.0 becomes 0.0"),
-        _S: KEPT,
-        _A: _changed("copied as it is, but becomes 0.0 when google-adk next writes that state"),
-    },
-    Odd.MINUS_ZERO_IN_EVENT: {_P: _changed("-0.0 becomes 0.0"), _S: KEPT, _A: KEPT},
-    Odd.WHOLE_FLOAT: {
-        _P: _kept("written with all its digits and .0, or PostgreSQL would make it an integer"),
-        _S: KEPT,
-        _A: KEPT,
-    },
-    Odd.BIG_INTEGER: {_P: KEPT, _S: KEPT, _A: KEPT},
-    Odd.UNREADABLE: {_P: _ANY, _S: _ANY, _A: _ANY},
-    Odd.DEEP_EVENT: {_P: KEPT, _S: KEPT, _A: _refused("SqliteSessionService can't read it")},
+    ),
+    Odd.NUL_IN_EVENT: _line(_refused("PostgreSQL holds no NUL character"), KEPT, KEPT),
+    Odd.NUL_IN_ID: _line(_refused("PostgreSQL holds no NUL character"), KEPT, KEPT),
+    Odd.SURROGATE: _line(
+        _refused("PostgreSQL holds no half of a surrogate pair"),
+        KEPT,
+        _refused("SqliteSessionService can't read half of a surrogate pair"),
+    ),
+    Odd.NOT_FINITE_IN_STATE: _line(
+        _refused("PostgreSQL's JSON holds neither NaN nor Infinity"),
+        KEPT,
+        _refused("SQLite calls it malformed: google-adk could never write that state again"),
+    ),
+    Odd.NOT_FINITE_IN_EVENT: _line(
+        _refused("PostgreSQL's JSON holds neither NaN nor Infinity"),
+        KEPT,
+        KEPT,
+        sp=_NULL,
+        ss=_NULL,
+        sa=_NULL,
+    ),
+    Odd.MINUS_ZERO_IN_STATE: _line(
+        _changed("-0.0 becomes 0.0"),
+        KEPT,
+        _changed("copied as it is, but becomes 0.0 when google-adk next writes that state"),
+    ),
+    Odd.MINUS_ZERO_IN_EVENT: _line(_changed("-0.0 becomes 0.0"), KEPT, KEPT),
+    Odd.WHOLE_FLOAT: _line(
+        _kept("written with all its digits and .0, or PostgreSQL would make it an integer"),
+        KEPT,
+        KEPT,
+        sp=_INTEGER,
+    ),
+    Odd.BIG_INTEGER: _line(KEPT, KEPT, KEPT),
+    Odd.UNREADABLE: dict.fromkeys(Layout, _ANY),
+    Odd.DEEP_EVENT: _line(KEPT, KEPT, _refused("SqliteSessionService can't read it")),
     Odd.NO_DATA: {
-        _P: KEPT,
-        _S: KEPT,
+        **_services(_changed("google-adk writes what it reads: an event of defaults")),
         _A: _refused("SqliteSessionService needs an object there, and keeps no NULL"),
     },
-    Odd.LONG_EVENT_ID: {
-        _P: _refused("longer than the columns of ADK's schema v1"),
-        _S: KEPT,
-        _A: KEPT,
-    },
-    Odd.NOT_TEXT: {_P: _ANY, _S: _ANY, _A: _ANY},
-    Odd.NO_TIME: {
-        _P: _refused("DatabaseSessionService can't read it"),
-        _S: _refused("DatabaseSessionService can't read it"),
-        _A: _ANY,
-    },
-    Odd.FINE_TIME: {
-        _P: _changed("rounded to a microsecond; the event's own time, in its data, is exact"),
-        _S: _changed("rounded to a microsecond; the event's own time, in its data, is exact"),
-        _A: KEPT,
-    },
-    Odd.LATE_TIME: {_P: KEPT, _S: KEPT, _A: _changed("rounded, for a float is coarser there")},
-    Odd.SAME_TIME: {
-        _P: _changed("read in the order of their ids"),
-        _S: _changed("read in the order of their ids"),
-        _A: KEPT,
-    },
+    Odd.LONG_EVENT_ID: _line(_refused("longer than the columns of ADK's schema v1"), KEPT, KEPT),
+    Odd.NOT_TEXT: dict.fromkeys(Layout, _ANY),
+    Odd.NO_TIME: _line(
+        _NOT_THERE, _NOT_THERE, _ANY, other=_refused("no other store could take it back")
+    ),
+    Odd.FINE_TIME: _line(_ROUNDED, _ROUNDED, KEPT),
+    Odd.LATE_TIME: _line(KEPT, KEPT, _changed("rounded, for a float is coarser there")),
+    Odd.SAME_TIME: _line(_BY_IDS, _BY_IDS, KEPT),
+    Odd.TIME_ORDER: _line(_BY_TIMES, _BY_TIMES, _BY_TIMES),
+    Odd.TIME_APART: _services(_changed("becomes the time of its last event")),
+    Odd.PADDED_ID: _line(KEPT, KEPT, KEPT, sa=_STRIPS, other=_STRIPS),
+    Odd.RESERVED_ID: _services(_refused("rename or delete the session")),
+    Odd.NOT_OBJECT: _services(_ANY, _AS_IT_IS),
+    Odd.SHARED_KEY: _services(_changed("left out: the service would make it shared state")),
+    Odd.TEMP_KEY: _services(_changed("left out, as google-adk leaves it out")),
+    Odd.PARTIAL: _services(_changed("left out, as google-adk leaves it out")),
+    Odd.NEW_FIELD: _services(_changed("left out: google-adk reads events without it")),
+    Odd.FOREIGN_EVENT: _services(_ANY, _AS_IT_IS),
+    Odd.PYTHON: dict.fromkeys(Layout, _changed("becomes what google-adk writes for it as JSON")),
 }
+
+SHARED = ("app:", "user:")
+TEMP = "temp:"
+# Sessions of ours among a service's own: the guard's and words' are of this user.
+OURS = "switchyard"
+SCRATCH = "switchyard-scratch"
 
 LONGEST_EVENT_ID, LONGEST_INVOCATION_ID = 128, 256
 # pydantic's reader of JSON stops there.
@@ -168,6 +231,12 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # so tokens are read, strings as wholes.
 _EXPONENT = re.compile(r"[\[:,\s]-?\d+(?:\.\d+)?[eE]\+?\d")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
+
+
+class Spelled(str):
+    """JSON text of what held objects that are no JSON."""
+
+    __slots__ = ()
 
 
 class Found(NamedTuple):
@@ -192,7 +261,24 @@ def in_session(row: SessionRow) -> Iterator[Found]:
         yield from _in_id(f"sessions.{name}", text)
     for name, at in (("create_time", row.create_time), ("update_time", row.update_time)):
         yield from _in_time(f"sessions.{name}", at)
-    yield from in_state("sessions.state", row.state)
+    if isinstance(row.session_id, str):
+        if row.session_id != row.session_id.strip():
+            yield Found(Odd.PADDED_ID, "sessions.id")
+        if is_ours(row.user_id, row.session_id):
+            yield Found(Odd.RESERVED_ID, "sessions.id")
+    yield from _in_text("sessions.state", row.state, event=None, own=True)
+
+
+def is_ours(user_id: str, session_id: str) -> bool:
+    """Whether a session is one that Switchyard keeps in a service for itself."""
+    return session_id.startswith(SCRATCH) or (
+        user_id == OURS and session_id.startswith(f"{OURS}-")
+    )
+
+
+def is_scoped(key: str) -> bool:
+    """Whether google-adk takes a state's key for one of the app, of the user or of a turn."""
+    return key.startswith((*SHARED, TEMP))
 
 
 def in_event(row: EventRow) -> Iterator[Found]:
@@ -251,8 +337,13 @@ def _in_time(field: str, at: canonical.Time) -> Iterator[Found]:
         yield Found(Odd.LATE_TIME, field)
 
 
-def _in_text(field: str, text: object, *, event: str | None) -> Iterator[Found]:
-    """Yield what is odd in JSON text; `event` is the event's id, None for a state."""
+def _in_text(
+    field: str, text: object, *, event: str | None, own: bool = False
+) -> Iterator[Found]:
+    """Yield what is odd in JSON text; `event` is the event's id, None for a state.
+
+    `own`: the state is a session's own.
+    """
     if not _is_text(text):
         yield Found(Odd.NOT_TEXT, field)
         return
@@ -262,11 +353,30 @@ def _in_text(field: str, text: object, *, event: str | None) -> Iterator[Found]:
         yield Found(Odd.UNREADABLE, field)
         return
     at = "" if event is None else f"of {_shown(event)}"
-    if event is not None and not isinstance(value, dict):
-        yield Found(Odd.NO_DATA, field, at)
+    if isinstance(text, Spelled):
+        yield Found(Odd.PYTHON, field, at)
+    if not isinstance(value, dict):
+        yield Found(Odd.NOT_OBJECT if event is None else Odd.NO_DATA, field, at)
+    elif event is None:
+        if own:
+            yield from (Found(Odd.SHARED_KEY, field, _shown(k)) for k in value if is_scoped(k))
+    else:
+        yield from _of_a_turn(value, field, at)
     if _suspect(text):
         for odd, path in _walk(value, in_state=event is None):
             yield Found(odd, field, f"{at} {path}".strip())
+
+
+def _of_a_turn(event: dict[str, Any], field: str, at: str) -> Iterator[Found]:
+    """Yield what google-adk keeps for the length of a turn only."""
+    if event.get("partial"):
+        yield Found(Odd.PARTIAL, field, at)
+    actions = event.get("actions")
+    delta = actions.get("state_delta") if isinstance(actions, dict) else None
+    if isinstance(delta, dict):
+        for key in delta:
+            if key.startswith(TEMP):
+                yield Found(Odd.TEMP_KEY, field, f"{at} actions.state_delta.{_shown(key)}")
 
 
 def _is_text(value: object) -> TypeGuard[str]:

@@ -1,10 +1,11 @@
 """Session stores: what a move needs of them (`base`), and the databases behind each kind.
 
 Kind `adk-sql` is google-adk's DatabaseSessionService on PostgreSQL or SQLite, `adk-sqlite` its
-SqliteSessionService. Neither google-adk nor SQLAlchemy is imported here: rows are read
+SqliteSessionService. Neither google-adk nor SQLAlchemy is imported for them: rows are read
 and written by `app_name`, as ADK lays them out. Between two stores of one layout they go
 over to the bit and are compared by strict digests inside the databases; every other pair goes
-through `mixed`.
+through `mixed`. Kind `adk-service` is any other session service that google-adk can reach, read
+and written through its interface (`service`); what that needs is imported when one is opened.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from migrations_app.domain.mismatch import (
 )
 from migrations_app.domain.values import Layout
 from migrations_app.ports import mixed, postgres, schema, sqlite
-from migrations_app.ports.address import Postgres, resolve
+from migrations_app.ports.address import Postgres, resolve, service_address
 from migrations_app.ports.adk_sqlite import AdkSqliteStore
 from migrations_app.ports.base import (
     Batch,
     ColumnsDiffer,
+    Counts,
     Digest,
     Finding,
     Key,
@@ -37,13 +39,17 @@ from migrations_app.ports.base import (
     Survey,
     UnknownKind,
 )
+from migrations_app.ports.service import ServiceStore
 
 __all__ = [
     "at_once",
+    "by_service",
     "check_pair",
     "copy",
+    "counts_of_both",
     "difference",
     "digests_of_both",
+    "fingerprint_words",
     "name_shared",
     "open_store",
     "refuses_shared",
@@ -55,7 +61,7 @@ __all__ = [
     "write_shared",
 ]
 
-KINDS = ("adk-sql", "adk-sqlite")
+KINDS = ("adk-sql", "adk-sqlite", "adk-service")
 T = TypeVar("T")
 
 
@@ -66,19 +72,25 @@ def open_store(
     """Open one tenant's side of a store for a step, under one claim of one move.
 
     `address_from` is `env:NAME` or `file:/path`, never the address itself. Raises
-    UnknownKind, AddressMissing, Unreachable (within about 3 s), WrongCredentials.
+    UnknownKind, AddressMissing, Unreachable (within about 3 s), WrongCredentials; of a service
+    AdkMissing and NotASessionStore too.
     """
     if kind not in KINDS:
         raise UnknownKind(f"No port opens stores of kind {kind!r}. Known: {', '.join(KINDS)}.")
-    address = resolve(address_from, kind)
-    store: postgres.PostgresStore | sqlite.SqliteStore
-    if isinstance(address, Postgres):
-        store = postgres.PostgresStore(
-            address, reference=address_from, app_name=app_name, move=move, claim=claim
-        )
+    named: dict[str, Any] = {
+        "reference": address_from,
+        "app_name": app_name,
+        "move": move,
+        "claim": claim,
+    }
+    store: postgres.PostgresStore | sqlite.SqliteStore | ServiceStore
+    if kind == "adk-service":
+        store = ServiceStore(service_address(address_from), **named)
+    elif isinstance(address := resolve(address_from, kind), Postgres):
+        store = postgres.PostgresStore(address, **named)
     else:
         opens = sqlite.SqliteStore if kind == "adk-sql" else AdkSqliteStore
-        store = opens(address, reference=address_from, app_name=app_name, move=move, claim=claim)
+        store = opens(address, **named)
     try:
         yield store
     finally:
@@ -87,7 +99,12 @@ def open_store(
 
 def strict(source: SessionStore | Survey, target: SessionStore | Survey) -> bool:
     """Whether two stores lay out their rows alike, so that nothing is converted between them."""
-    return source.layout == target.layout
+    return source.layout == target.layout and not by_service(source, target)
+
+
+def by_service(source: SessionStore | Survey, target: SessionStore | Survey) -> bool:
+    """Whether one of two stores is reached through google-adk's interface."""
+    return any(side.layout is not None and side.layout.is_service for side in (source, target))
 
 
 def check_pair(source: Survey, target: Survey) -> None:
@@ -100,7 +117,8 @@ def check_pair(source: Survey, target: Survey) -> None:
             "The source has no ADK session tables. Check the tenant's store and its address."
         )
     if not strict(source, target):
-        _check_convertible(source)
+        if source.columns:
+            _check_convertible(source)
         return
     # A target without tables is given ADK's own, which may lack what the source has.
     have = set(target.columns) if target.schema_version else schema.listed_columns(target.dialect)
@@ -142,7 +160,7 @@ def copy(source: SessionStore, target: SessionStore, keys: Sequence[Key]) -> Bat
         # One layout, and not that of PostgreSQL: two files.
         here, there = cast(sqlite.SqliteStore, source), cast(sqlite.SqliteStore, target)
         return Batch(sqlite.copy(here, there, keys))
-    return mixed.copy(_rows(source), _rows(target), keys)
+    return mixed.copy(_rows(source), cast(mixed.Target, target), keys)
 
 
 def _rows(store: SessionStore) -> mixed.Rows:
@@ -160,8 +178,8 @@ def digests_of_both(
     if strict(source, target):
         return at_once(lambda: source.digests(keys), lambda: target.digests(keys))
     return at_once(
-        lambda: mixed.digests(_rows(source), keys, target.layout),
-        lambda: mixed.digests(_rows(target), keys, source.layout),
+        lambda: mixed.digests(_rows(source), keys, target),
+        lambda: mixed.digests(_rows(target), keys, source),
     )
 
 
@@ -172,9 +190,38 @@ def sessions_of_both(
     if strict(source, target):
         return source.session(key), target.session(key)
     return (
-        mixed.session(_rows(source), key, target.layout),
-        mixed.session(_rows(target), key, source.layout),
+        mixed.session(_rows(source), key, target),
+        mixed.session(_rows(target), key, source),
     )
+
+
+def counts_of_both(source: SessionStore, target: SessionStore) -> tuple[Counts, Counts]:
+    """Count sessions and users on both sides, as both can.
+
+    A service lists no user who has no session.
+    """
+    ours, theirs = at_once(source.counts, target.counts)
+    if by_service(source, target):
+        ours, theirs = (
+            Counts(side.sessions, side.in_sessions, side.in_sessions) for side in (ours, theirs)
+        )
+    return ours, theirs
+
+
+def fingerprint_words(source: SessionStore, target: SessionStore) -> str:
+    """Say what the fingerprints of this pair hold, once both were tried."""
+    if strict(source, target):
+        return "strict row digests"
+    kept = source.kept.both(target.kept)
+    names = {
+        "event ids": kept.event_ids,
+        "event times": kept.event_times,
+        "session times": kept.session_times,
+    }
+    held = [name for name, whether in names.items() if whether]
+    lost = [name for name, whether in names.items() if not whether]
+    words = f"canonical, with {', '.join(held)}" if held else "canonical"
+    return f"{words}; without {', '.join(lost)}, which not both keep" if lost else words
 
 
 def difference(source: SessionStore, target: SessionStore, key: Key) -> Difference | None:
@@ -197,9 +244,12 @@ def scan(source: SessionStore, target: Layout) -> tuple[Finding, ...]:
 
 
 def shared_digest(source: SessionStore, target: SessionStore, row: SharedRow | None) -> str:
-    """Return a row's digest as this pair compares it; "" where there is no row."""
+    """Return a row's digest as this pair compares it; "" where there is no row.
+
+    To a service no row and an empty one are the same.
+    """
     if row is None:
-        return ""
+        return canonical.state_digest("{}") if by_service(source, target) else ""
     return row.digest if strict(source, target) else canonical.state_digest(row.state)
 
 
@@ -235,7 +285,28 @@ def name_shared(
         for side, layout in ((ours, target.layout), (theirs, source.layout)):
             if side is not None and (found := _shared_refusal(layout, side)):
                 return Difference("value", found.words(layout), Looks.CANNOT_HOLD)
-    return shared_difference(row.user_id, *(_state(side) for side in (ours, theirs)))
+    states = [_state(side) for side in (ours, theirs)]
+    if nulled := _nulled(source, target, states):
+        part, prefix = ("app", "app:") if row.user_id is None else ("user", "user:")
+        text = f"{prefix}{ascii(nulled)[1:-1][:80]} is null there: a service deletes no key"
+        return Difference(part, text, Looks.CANNOT_HOLD)
+    return shared_difference(row.user_id, *states)
+
+
+def _nulled(
+    source: SessionStore, target: SessionStore, states: Sequence[Mapping[str, Any] | None]
+) -> str:
+    """Return a key that a service could only null, if nothing else differs; "" otherwise."""
+    ours, theirs = (state or {} for state in states)
+    for held, other, layout in (
+        (theirs, ours, target.layout),
+        (ours, theirs, source.layout),
+    ):
+        extra = sorted(key for key in held if key not in other and held[key] is None)
+        rest = {key: value for key, value in held.items() if key not in extra}
+        if layout.is_service and extra and canonical.of_value(rest) == canonical.of_value(other):
+            return extra[0]
+    return ""
 
 
 def _shared_refusal(target: Layout, row: SharedRow) -> values.Found | None:

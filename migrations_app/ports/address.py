@@ -35,6 +35,13 @@ class Sqlite:
     path: str = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Service:
+    """What google-adk, or a callable of yours, makes a session service of; never printed."""
+
+    uri: str = field(repr=False)
+
+
 def resolve(reference: str, kind: str = "adk-sql") -> Postgres | Sqlite:
     """Read the address behind a reference and take it apart.
 
@@ -43,6 +50,29 @@ def resolve(reference: str, kind: str = "adk-sql") -> Postgres | Sqlite:
     or UnknownKind for another database.
     """
     return parse(read(reference), reference, kind)
+
+
+def service_address(reference: str) -> Service:
+    """Read the address of a service: a URI, or `python:` and a dotted path to a callable.
+
+    Raises AddressMissing; also for what would be another store in every process.
+    """
+    address = read(reference)
+    scheme = address.partition(":")[0]
+    if address.startswith("python:"):
+        return Service(address)
+    if "://" not in address:
+        raise AddressMissing(
+            f"What {reference} holds is neither a URI, such as postgresql+psycopg://... or"
+            " agentengine://..., nor a dotted path, such as python:yourpkg.stores:make_sessions."
+        )
+    if scheme == "memory":
+        raise AddressMissing(
+            f"{reference} names a store in memory, which every process would have one of its own."
+        )
+    if scheme.partition("+")[0] == "sqlite":
+        _sqlite(address, reference)
+    return Service(address)
 
 
 def parse(address: str, reference: str, kind: str = "adk-sql") -> Postgres | Sqlite:

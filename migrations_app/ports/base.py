@@ -347,7 +347,8 @@ class SessionStore(Protocol):
     def provision(self) -> None:
         """Make ADK's tables where they are missing, the guard table and the closing trigger.
 
-        A service finds out here what it keeps. Bounded waits (1 s) on other tenants' locks; raises StoreBusy to be tried again.
+        A service finds out here what it keeps. Bounded waits (1 s) on other tenants' locks;
+        raises StoreBusy to be tried again.
         """
 
     def can_close(self) -> bool:

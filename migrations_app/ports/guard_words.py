@@ -1,11 +1,17 @@
-"""What a store answers to a claim that its guard row does not name."""
+"""What every store's guard says and is looked for by, whatever the store is made of."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
 from durable.machine import Overtaken
+from migrations_app.domain.values import OURS
 from migrations_app.ports.base import Guard, GuardTaken
+
+
+def nonce_id(nonce: str) -> str:
+    """Name the session by which a service leaves a word for whoever opens its database."""
+    return f"{OURS}-nonce-{nonce}"
 
 
 def refuse(row: Guard | None, *, where: str, move: int, adopting: bool) -> NoReturn:

@@ -1,8 +1,9 @@
 """Between stores of two layouts: rows are converted on the way and compared in one spelling.
 
-Both directions of every pair go through here. Rows stream one by one from a snapshot of the
-source into a transaction of the target, in bites of a few megabytes, for one side is always an
-SQLite file whose agents wait for either.
+Both directions of every pair go through here, and every pair with a service. Rows stream one by
+one from a snapshot of the source into a transaction of the target, in bites of a few megabytes,
+for one side is an SQLite file whose agents wait for either. A service is written session by
+session, a second for a handful of them, so a bite is read whole before that begins.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from migrations_app.domain import canonical, values
 from migrations_app.domain.canonical import EventRow, SessionRow, text_of_micros
 from migrations_app.domain.values import Layout
+from migrations_app.ports import service_values
 from migrations_app.ports.base import (
     START,
     Batch,
@@ -35,7 +37,7 @@ T = TypeVar("T")
 
 
 class Rows(SessionStore, Protocol):
-    """What a store gives and takes beside `SessionStore`, rows of every layout spelled alike."""
+    """What a store gives beside `SessionStore`, rows of every layout spelled alike."""
 
     def bites(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
         """Split keys so that each bite's events are a few megabytes."""
@@ -43,48 +45,83 @@ class Rows(SessionStore, Protocol):
     def snapshot(self) -> AbstractContextManager[None]:
         """Run the body on one snapshot of the store."""
 
-    def writing(self) -> AbstractContextManager[Any]:
-        """Run the body in one transaction under the guard row; raises Overtaken."""
-
     def fine_times(self) -> int:
         """Count the sessions whose time is finer than a microsecond."""
-
-    def attempt(self, work: Callable[[], T]) -> T:
-        """Run a whole transaction, again if it met a deadlock."""
 
     # Inside the caller's snapshot or transaction:
     def read_stamps(self, keys: Sequence[Key]) -> dict[Key, Stamp]: ...
     def read_sessions(self, keys: Sequence[Key]) -> Iterator[SessionRow]: ...
     def read_events(self, keys: Sequence[Key]) -> Iterator[EventRow]: ...
+
+
+class Tables(Rows, Protocol):
+    """A store that is written row by row."""
+
+    def writing(self) -> AbstractContextManager[Any]:
+        """Run the body in one transaction under the guard row; raises Overtaken."""
+
+    def attempt(self, work: Callable[[], T]) -> T:
+        """Run a whole transaction, again if it met a deadlock."""
+
+    # Inside the caller's transaction:
     def remove(self, keys: Sequence[Key]) -> int: ...
     def write_sessions(self, rows: Iterable[SessionRow]) -> None: ...
     def write_events(self, rows: Iterable[EventRow]) -> None: ...
 
 
-def copy(source: Rows, target: Rows, keys: Sequence[Key]) -> Batch:
-    """Copy these sessions bite by bite: each one snapshot and one transaction.
+class Whole(NamedTuple):
+    """One session on its way into a service, read whole from one snapshot."""
+
+    session: SessionRow
+    events: Sequence[EventRow]
+    # By which each event's copy is recognised, as `Replayed.replay` is told to.
+    digests: Sequence[bytes]
+
+    @property
+    def key(self) -> Key:
+        return Key(self.session.user_id, self.session.session_id)
+
+
+class Replayed(Rows, Protocol):
+    """A store that is written session by session, through an interface."""
+
+    def remove(self, keys: Sequence[Key]) -> int: ...
+    def replay(
+        self, wholes: Sequence[Whole], until: float, recognise: Callable[[EventRow], bytes]
+    ) -> dict[Key, Stamp | Refusal]:
+        """Write these sessions; return each one's stamp, read back, or why it can't be here."""
+
+
+Target = Tables | Replayed
+# How long one call of `copy` may replay: a step has more to do within its hard time limit.
+REPLAY_SECONDS = 8.0
+
+
+def copy(source: Rows, target: Target, keys: Sequence[Key]) -> Batch:
+    """Copy these sessions bite by bite: each one snapshot and, into tables, one transaction.
 
     A session with a value that the target can't hold is left out whole, and what the
     target held of it goes.
     """
     batch = Batch({})
+    until = time.monotonic() + REPLAY_SECONDS
     for bite in source.bites(keys):
         try:
-            done = _attempt(source, target, bite)
+            done = _attempt(source, target, bite, until)
         except CannotHold:
             # The database refused what the table of values does not know: alone, each session
             # either goes over or is the one.
-            done = _one_by_one(source, target, bite)
+            done = _one_by_one(source, target, bite, until)
         batch.copied.update(done.copied)
         batch.refused.update(done.refused)
     return batch
 
 
-def _one_by_one(source: Rows, target: Rows, keys: Sequence[Key]) -> Batch:
+def _one_by_one(source: Rows, target: Target, keys: Sequence[Key], until: float) -> Batch:
     batch = Batch({})
     for key in keys:
         try:
-            done = _attempt(source, target, [key])
+            done = _attempt(source, target, [key], until)
         except CannotHold as refused:
             target.delete([key])
             done = Batch({}, {key: Refusal("sessions", str(refused))})
@@ -93,38 +130,95 @@ def _one_by_one(source: Rows, target: Rows, keys: Sequence[Key]) -> Batch:
     return batch
 
 
-def _attempt(source: Rows, target: Rows, keys: Sequence[Key]) -> Batch:
-    return target.attempt(lambda: _bite(source, target, keys))
+def _attempt(source: Rows, target: Target, keys: Sequence[Key], until: float) -> Batch:
+    if target.layout.is_service:
+        return _replay(source, cast(Replayed, target), keys, until)
+    tables = cast(Tables, target)
+    return tables.attempt(lambda: _bite(source, tables, keys))
 
 
-def _bite(source: Rows, target: Rows, keys: Sequence[Key]) -> Batch:
-    refused: dict[Key, Refusal] = {}
+class _Held:
+    """Passes on what a target can hold, and keeps why sessions were left out."""
 
-    def held(rows: Iterable[T], look: Callable[[T], Iterator[values.Found]]) -> Iterator[T]:
+    def __init__(self, target: Layout) -> None:
+        self.target = target
+        self.refused: dict[Key, Refusal] = {}
+
+    def sessions(self, rows: Iterable[SessionRow]) -> Iterator[SessionRow]:
+        return self._rows(rows, values.in_session)
+
+    def events(self, rows: Iterable[EventRow]) -> Iterator[EventRow]:
+        return self._rows(rows, _look(self.target))
+
+    def _rows(self, rows: Iterable[T], look: Callable[[T], Iterator[values.Found]]) -> Iterator[T]:
         for row in rows:
             key = Key(row[0], row[1])  # type: ignore[index]
-            if key in refused:
+            if key in self.refused:
                 continue
-            if found := values.refusal(target.layout, look(row)):
-                refused[key] = _refusal(found, target.layout)
+            if found := values.refusal(self.target, look(row)):
+                self.refused[key] = _refusal(found, self.target)
                 continue
             yield row
 
+
+def _look(target: Layout) -> Callable[[EventRow], Iterator[values.Found]]:
+    """Return what looks for odd values of an event on its way to such a target."""
+    if not target.is_service:
+        return values.in_event
+    return lambda row: chain(values.in_event(row), service_values.odd_event(row))
+
+
+def _bite(source: Rows, target: Tables, keys: Sequence[Key]) -> Batch:
+    held = _Held(target.layout)
     # The guard first: waiting for it must not hold a snapshot of the source open.
     with target.writing(), source.snapshot():
         before = source.read_stamps(keys)
         target.remove(keys)
         there = list(before)
-        target.write_sessions(held(source.read_sessions(there), values.in_session))
-        events = (_for(target.layout, row, source.layout) for row in source.read_events(there))
-        target.write_events(held(events, values.in_event))
+        target.write_sessions(held.sessions(source.read_sessions(there)))
+        target.write_events(held.events(_events(source, there, target.layout)))
         # Written up to the value that was refused, in this same transaction.
-        target.remove(list(refused))
+        target.remove(list(held.refused))
         after = target.read_stamps(there)
     return Batch(
         {key: Copied(before[key], stamp) for key, stamp in after.items()},
-        refused,
+        held.refused,
     )
+
+
+def _replay(source: Rows, target: Replayed, keys: Sequence[Key], until: float) -> Batch:
+    """Read a bite whole, then write it: a snapshot is not held open for as long as replay takes."""
+    held = _Held(target.layout)
+    events: dict[Key, list[EventRow]] = {}
+    with source.snapshot():
+        before = source.read_stamps(keys)
+        there = list(before)
+        sessions = list(held.sessions(source.read_sessions(there)))
+        for row in held.events(_events(source, there, target.layout)):
+            events.setdefault(Key(row[0], row[1]), []).append(row)
+
+    kept = source.kept.both(target.kept)
+
+    def recognise(row: EventRow) -> bytes:
+        # What the target gives back is spelled by google-adk; what goes there may not be yet.
+        return canonical.event_digest(service_values.only_kept(service_values.normal(row), kept))
+
+    gone = [key for key in keys if key not in before or key in held.refused]
+    if gone:
+        target.remove(gone)
+    wholes = []
+    for session in sessions:
+        key = Key(session.user_id, session.session_id)
+        if key not in held.refused:
+            rows = events.get(key, [])
+            wholes.append(Whole(session, rows, [recognise(row) for row in rows]))
+    copied, refused = {}, dict(held.refused)
+    for key, answer in target.replay(wholes, until, recognise).items():
+        if isinstance(answer, Refusal):
+            refused[key] = answer
+        else:
+            copied[key] = Copied(before[key], answer)
+    return Batch(copied, refused)
 
 
 def _refusal(found: values.Found, target: Layout) -> Refusal:
@@ -132,18 +226,32 @@ def _refusal(found: values.Found, target: Layout) -> Refusal:
     return Refusal(field, f"{found.odd}: {found.outcome(target).words}")
 
 
+def _events(store: Rows, keys: Sequence[Key], other: Layout) -> Iterator[EventRow]:
+    """Read events, spelled so that a store of the `other` layout has them alike."""
+    by_service = other.is_service or store.layout.is_service
+    for row in store.read_events(keys):
+        if by_service:
+            # google-adk keeps no partial event.
+            if not service_values.is_partial(row):
+                yield _for(other, row, store.layout)
+        else:
+            yield _for(other, row, store.layout)
+
+
 def _for(other: Layout, row: EventRow, own: Layout) -> EventRow:
     """Put into an event's data what one of two layouts reads from there and the other does not."""
+    if other.is_service or own.is_service:
+        return row if own.is_service else service_values.normal(row)
     if Layout.ADK_SQLITE not in (other, own):
         return row
     return canonical.filled(row, columns_win=own is not Layout.ADK_SQLITE)
 
 
-def digests(store: Rows, keys: Collection[Key], other: Layout) -> dict[Key, Digest]:
-    """Return canonical digests, to be compared with those of a store of the `other` layout.
+def digests(store: Rows, keys: Collection[Key], other: SessionStore) -> dict[Key, Digest]:
+    """Return canonical digests, to be compared with those of the `other` store.
 
-    Ids and times are in. Events are hashed one by one as they come, so a long session
-    costs no memory; each bite is one snapshot.
+    Ids and times are in, as far as both keep them. Events are hashed one by one as they come,
+    so a long session costs no memory; each bite is one snapshot.
     """
     found: dict[Key, Digest] = {}
     if not keys or not store.has_tables:
@@ -152,28 +260,43 @@ def digests(store: Rows, keys: Collection[Key], other: Layout) -> dict[Key, Dige
         with store.snapshot():
             stamps = store.read_stamps(bite)
             states = {
-                Key(row.user_id, row.session_id): canonical.session_digest(row)
+                Key(row.user_id, row.session_id): canonical.session_digest(
+                    _comparable(row, store, other)
+                )
                 for row in store.read_sessions(bite)
             }
             events = {key: hashlib.sha256() for key in stamps}
-            for row in store.read_events(bite):
+            kept = store.kept.both(other.kept)
+            for row in _events(store, bite, other.layout):
                 # Events of a session that is gone have nowhere to go.
                 if (total := events.get(Key(row.user_id, row.session_id))) is not None:
-                    total.update(canonical.event_digest(_for(other, row, store.layout)))
+                    total.update(canonical.event_digest(service_values.only_kept(row, kept)))
         for key, stamp in stamps.items():
             found[key] = Digest(states[key], events[key].hexdigest(), stamp)
     return found
 
 
-def session(store: Rows, key: Key, other: Layout) -> Mapping[str, Any] | None:
+def _comparable(row: SessionRow, store: SessionStore, other: SessionStore) -> SessionRow:
+    """Leave out of a session's row what not both sides show."""
+    if store.layout.is_service or other.layout.is_service:
+        # No service shows when a session was made.
+        row = row._replace(create_time=None)
+    if not store.kept.both(other.kept).session_times:
+        row = row._replace(update_time=None)
+    return row
+
+
+def session(store: Rows, key: Key, other: SessionStore) -> Mapping[str, Any] | None:
     """Return one session as `SessionStore.session` does, spelled alike by every layout."""
     if not store.has_tables:
         return None
     with store.snapshot():
         head = next(store.read_sessions([key]), None)
-        rows = [] if head is None else list(store.read_events([key]))
+        rows = [] if head is None else list(_events(store, [key], other.layout))
     if head is None:
         return None
+    head, kept = _comparable(head, store, other), store.kept.both(other.kept)
+    rows = [service_values.only_kept(row, kept) for row in rows]
     return {
         "state": _value(head.state),
         "create_time": _time(head.create_time),
@@ -183,7 +306,7 @@ def session(store: Rows, key: Key, other: Layout) -> Mapping[str, Any] | None:
                 "id": row.id,
                 "invocation_id": row.invocation_id,
                 "timestamp": _time(row.timestamp),
-                "event_data": _value(_for(other, row, store.layout).event_data),
+                "event_data": _value(row.event_data),
             }
             for row in rows
         ],
@@ -200,7 +323,7 @@ def refusal(source: Rows, key: Key, target: Layout) -> Refusal | None:
                 (
                     one
                     for row in source.read_events([key])
-                    for one in values.in_event(_for(target, row, source.layout))
+                    for one in _look(target)(_for(target, row, source.layout))
                 ),
             ),
         )
@@ -234,7 +357,7 @@ def scan(store: Rows, target: Layout) -> list[Finding]:
         page = [one for one, _ in store.page(key, SCAN_PAGE)]
         complete = len(page) < SCAN_PAGE
         for bite in store.bites(page):
-            _scan_bite(store, bite, note)
+            _scan_bite(store, bite, target, note)
             seen, key = seen + len(bite), bite[-1]
             if time.monotonic() > until:
                 complete = complete and key == page[-1]
@@ -256,23 +379,36 @@ def scan(store: Rows, target: Layout) -> list[Finding]:
 def _scan_bite(
     store: Rows,
     bite: Sequence[Key],
+    target: Layout,
     note: Callable[[str, str, Iterable[values.Found]], None],
 ) -> None:
     last: EventRow | None = None
+    look = _look(target)
+    times: dict[Key, set[int | None]] = {key: set() for key in bite}
     with store.snapshot():
-        for session in store.read_sessions(bite):
+        sessions = list(store.read_sessions(bite))
+        for session in sessions:
             note(session.user_id, session.session_id, values.in_session(session))
         for row in store.read_events(bite):
-            note(row.user_id, row.session_id, values.in_event(row))
-            if (
-                last is not None
-                and (last.user_id, last.session_id) == (row.user_id, row.session_id)
-                and last.timestamp == row.timestamp
-                and str(last.id) > str(row.id)
-            ):
-                found = values.Found(values.Odd.SAME_TIME, "events.timestamp")
-                note(row.user_id, row.session_id, [found])
+            note(row.user_id, row.session_id, look(row))
+            times.setdefault(Key(row.user_id, row.session_id), set()).add(row.timestamp)
+            if last is not None and last[:2] == row[:2]:
+                note(row.user_id, row.session_id, _order(last, row))
             last = row
+    if target.is_service:
+        for session in sessions:
+            known = times[Key(session.user_id, session.session_id)]
+            if known and session.update_time not in known:
+                found = values.Found(values.Odd.TIME_APART, "sessions.update_time")
+                note(session.user_id, session.session_id, [found])
+
+
+def _order(last: EventRow, row: EventRow) -> Iterator[values.Found]:
+    """Yield what is odd in the order of two events of one session."""
+    if last.timestamp == row.timestamp and str(last.id) > str(row.id):
+        yield values.Found(values.Odd.SAME_TIME, "events.timestamp")
+    if None not in (last.timestamp, row.timestamp) and last.timestamp > row.timestamp:  # type: ignore[operator]
+        yield values.Found(values.Odd.TIME_ORDER, "events.timestamp")
 
 
 def _finding(

@@ -6,7 +6,7 @@ The races that shaped this were run; each rule's reason stands beside it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -14,9 +14,10 @@ import psycopg
 from psycopg import sql
 
 from durable.machine import Overtaken
+from migrations_app.domain.values import OURS
 from migrations_app.ports import schema
 from migrations_app.ports.base import Guard, StoreBusy
-from migrations_app.ports.guard_words import refuse
+from migrations_app.ports.guard_words import nonce_id, refuse
 from migrations_app.ports.postgres_link import SHORT, WRITE, PostgresLink
 
 # Closing: plain tries of 1 s each, then tries in the fair queue.
@@ -113,7 +114,7 @@ class PostgresGuard(PostgresLink):
             ).fetchone()
         return Guard(*row) if row else None
 
-    def guards(self) -> dict[str, Guard]:
+    def guards(self, among: Collection[str] = ()) -> dict[str, Guard]:
         """Return every tenant's guard row in this store, by app name."""
         if not self.exists("guard"):
             return {}
@@ -325,12 +326,19 @@ class PostgresGuard(PostgresLink):
             )
 
     def has_nonce(self, nonce: str) -> bool:
-        """Whether that word is here. False where there is no such table."""
-        if not self.exists("nonces"):
-            return False
+        """Whether that word is here: in the table of words, or as a service has left it."""
+        named = {"nonce": nonce, "user": OURS, "id": nonce_id(nonce)}
         with self.clean():
-            return bool(
-                self.rows("SELECT 1 FROM {nonces} WHERE nonce = %(nonce)s", {"nonce": nonce})
+            if self.exists("nonces") and self.rows(
+                "SELECT 1 FROM {nonces} WHERE nonce = %(nonce)s", named
+            ):
+                return True
+            return self.has_tables and bool(
+                self.rows(
+                    "SELECT 1 FROM {sessions} WHERE app_name = %(app)s AND user_id = %(user)s"
+                    " AND id = %(id)s",
+                    named,
+                )
             )
 
     def clear_nonce(self, nonce: str) -> None:

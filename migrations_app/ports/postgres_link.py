@@ -21,6 +21,7 @@ from migrations_app.ports.address import Postgres
 from migrations_app.ports.base import (
     AddressMissing,
     CannotHold,
+    Kept,
     NotASessionStore,
     StoreBusy,
     StoreFailed,
@@ -58,6 +59,7 @@ class PostgresLink:
     dialect = "postgresql"
     kind = "adk-sql"
     layout = Layout.POSTGRESQL
+    kept = Kept()
 
     def __init__(
         self, address: Postgres, *, reference: str, app_name: str, move: int, claim: int
@@ -243,6 +245,13 @@ class PostgresLink:
 
 class Deadlock(StoreBusy):
     """Deadlock or serialisation failure: the whole transaction may be tried again."""
+
+
+def refusal(error: psycopg.Error, where: str) -> Exception:
+    """Turn what psycopg raised in somebody else's hands into one of `base`'s errors."""
+    if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
+        return _cannot_connect(error, where)
+    return _clean(error, where)
 
 
 def _clean(error: psycopg.Error, where: str) -> Exception:

@@ -5,13 +5,14 @@ Writers of a file are serial, so both are plain reads and writes of one row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from durable.machine import Overtaken
+from migrations_app.domain.values import OURS
 from migrations_app.ports import schema
 from migrations_app.ports.base import Guard
-from migrations_app.ports.guard_words import refuse
+from migrations_app.ports.guard_words import nonce_id, refuse
 from migrations_app.ports.sqlite_link import SqliteLink
 
 _GUARD_TABLE = """
@@ -46,7 +47,7 @@ class SqliteGuard(SqliteLink):
         move, claim, mover, agents = found[0]
         return Guard(move, claim, bool(mover), bool(agents))
 
-    def guards(self) -> dict[str, Guard]:
+    def guards(self, among: Collection[str] = ()) -> dict[str, Guard]:
         """Return every tenant's guard row in this store, by app name."""
         if not self.exists("switchyard_guard"):
             return {}
@@ -162,9 +163,16 @@ class SqliteGuard(SqliteLink):
             )
 
     def has_nonce(self, nonce: str) -> bool:
-        """Whether that word is here. False where there is no such table."""
-        return self.exists("switchyard_nonce") and bool(
-            self.rows("SELECT 1 FROM switchyard_nonce WHERE nonce = ?", (nonce,))
+        """Whether that word is here: in the table of words, or as a service has left it."""
+        if self.exists("switchyard_nonce") and self.rows(
+            "SELECT 1 FROM switchyard_nonce WHERE nonce = ?", (nonce,)
+        ):
+            return True
+        return self.has_tables and bool(
+            self.rows(
+                "SELECT 1 FROM sessions WHERE app_name = ? AND user_id = ? AND id = ?",
+                (self.app_name, OURS, nonce_id(nonce)),
+            )
         )
 
     def clear_nonce(self, nonce: str) -> None:

@@ -21,6 +21,7 @@ from migrations_app.ports import schema
 from migrations_app.ports.address import Sqlite, sqlite_uri
 from migrations_app.ports.base import (
     CannotHold,
+    Kept,
     Key,
     NotASessionStore,
     StoreBusy,
@@ -47,6 +48,7 @@ class SqliteLink:
     dialect = "sqlite"
     kind = "adk-sql"
     layout = Layout.SQLITE
+    kept = Kept()
 
     def __init__(
         self, address: Sqlite, *, reference: str, app_name: str, move: int, claim: int
@@ -109,7 +111,7 @@ class SqliteLink:
         try:
             yield
         except (sqlite3.Error, UnicodeError) as error:
-            raise _clean(error, self.where) from None
+            raise refusal(error, self.where) from None
 
     @contextmanager
     def transaction(self, begin: str) -> Iterator[None]:
@@ -236,7 +238,8 @@ _REFUSED: dict[int, Callable[[str], Exception]] = {
 }
 
 
-def _clean(error: Exception, where: str) -> Exception:
+def refusal(error: Exception, where: str) -> Exception:
+    """Turn what sqlite3 raised into one of `base`'s errors."""
     if isinstance(error, UnicodeError):
         return CannotHold(f"{where} holds text that is not UTF-8, which can't be shown.")
     code = getattr(error, "sqlite_errorcode", None)
