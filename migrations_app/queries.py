@@ -162,7 +162,9 @@ def split_live(move: TenantMigration) -> bool:
 def owes_opening(move: TenantMigration) -> bool:
     """Return whether SOAK or SPLIT, come back to from a fence, has not ended that fence yet."""
     if move.phase == Phase.SPLIT:
-        return move.fence_version is not None
+        # An abort that came before its fence was closed is answered there too.
+        asked = move.abort_requested_at is not None and split_live(move)
+        return asked or move.fence_version is not None
     return move.phase == Phase.SOAK and (move.fence_opened_at is None or move.stage == "return")
 
 

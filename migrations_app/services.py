@@ -67,10 +67,14 @@ def start(
     finish_by: datetime | None = None,
     flip_by_hand: bool = False,
     offboard_automatically: bool = False,
+    mode: Mode = Mode.FENCE,
+    idle_seconds: float = 600.0,
+    idle_bound_seconds: float = 4 * 3600.0,
 ) -> TenantMigration:
     """Start moving `tenant` to another store, and cell, after looking at both.
 
-    Times are in seconds, the pace in sessions per second. Raises AlreadyMigrating,
+    Times are in seconds, the pace in sessions per second. In split mode the source's sessions
+    are waited for until none has changed for `idle_seconds`, `idle_bound_seconds` at most. Raises AlreadyMigrating,
     SamePlace, InvalidOption or NotReadyToMove (with every red check); then nothing has changed.
     MachinesStopped while all machines are: a new move would believe an old database.
     """
@@ -78,6 +82,7 @@ def start(
     _require(reason)
     check_times(budget_seconds, drain_bound_seconds, soak_seconds)
     check_pace(pace_per_second, finish_by, now)
+    check_idle(idle_seconds, idle_bound_seconds)
     placement = Placement.objects.select_related("cell", "store").get(tenant=tenant)
     live = tenant.moves.exclude(phase__in=ENDED).first()
     if live is not None:
@@ -89,6 +94,11 @@ def start(
         raise SamePlace(
             f"{tenant} lives on {target_store} already. A move that changes only the cell is not"
             " built yet: choose another store."
+        )
+    if mode == Mode.SPLIT and placement.cell == target_cell:
+        raise SamePlace(
+            f"{tenant} lives in {target_cell} already, and a split is between two cells: choose"
+            " another cell, or a move by fence."
         )
     found = preflight(
         tenant,
@@ -120,6 +130,9 @@ def start(
         finish_by=finish_by,
         flip_by_hand=flip_by_hand,
         offboard_automatically=offboard_automatically,
+        mode=mode,
+        idle_seconds=idle_seconds,
+        idle_bound_seconds=idle_bound_seconds,
     )
     try:
         with transaction.atomic():
@@ -167,22 +180,39 @@ def resume(
 def abort(
     move: TenantMigration, *, by: str, reason: str, now: datetime, seen: str | None = None
 ) -> None:
-    """Ask the move to take its way out: open the source, publish, remove what it wrote."""
+    """Ask the move to take its way out: open the source, publish, remove what it wrote.
+
+    Where sessions were born on the target of a split they have to come back first: it is then
+    rolled back, after the fence that is closed, if one is, was opened.
+    """
     _require(reason)
     with _asking(move, "abort", seen=seen, by=by, reason=reason, now=now) as row:
         if row.phase not in WAY_OUT[Mode(row.mode)]:
             raise NotNow(f"{row} is in {row.phase.upper()}: from there it can't be aborted.")
         if row.abort_requested_at:
             raise NotNow(f"{row} is being aborted by {row.abort_requested_by} already.")
+        if queries.split_live(row) and row.phase not in REVERSED:
+            if row.rollback_requested_at:
+                raise NotNow(f"{row} is being rolled back by {row.rollback_requested_by} already.")
+            row.rollback_requested_at, row.rollback_requested_by = now, by
+            row.rollback_reason = reason
+            if row.phase == Phase.SPLIT:
+                return
         row.abort_requested_at, row.abort_requested_by, row.abort_reason = now, by, reason
 
 
 def close_fence(
     move: TenantMigration, *, by: str, reason: str, now: datetime, seen: str | None = None
 ) -> None:
-    """Say "when I say": the fence closes after one more pass, once its quote fits the budget."""
+    """Say "when I say": the fence closes after one more pass, once its quote fits the budget.
+
+    In split mode the split begins; in SPLIT the source's sessions are not waited for any more.
+    """
     _require(reason)
     with _asking(move, "close_fence", seen=seen, by=by, reason=reason, now=now) as row:
+        if row.phase == Phase.SPLIT:
+            _wait_no_longer(row, now)
+            return
         if row.phase != Phase.BACKFILL:
             raise NotNow(f"{row} is in {row.phase.upper()}: the fence closes out of BACKFILL.")
         if not row.passes or row.pass_ended_at is None:
@@ -196,6 +226,15 @@ def close_fence(
         if queries.open_mismatches(row):
             raise NotNow(f"{row} has open mismatches: repair them first, or the fence would wait.")
         row.drain_requested_at, row.drain_requested_by = now, by
+
+
+def _wait_no_longer(row: TenantMigration, now: datetime) -> None:
+    if not queries.split_live(row) or row.split_at is None or row.rollback_requested_at:
+        raise NotNow(f"{row} is not waiting for idle sessions.")
+    waited = (now - row.split_at).total_seconds()
+    if waited >= row.idle_bound_seconds:
+        raise NotNow(f"{row} does not wait for idle sessions any more: {row.waiting_for}.")
+    row.idle_bound_seconds = waited
 
 
 def cancel_fence(
@@ -349,8 +388,8 @@ def set_pace(
     _require(reason)
     check_pace(pace_per_second, finish_by, now)
     with _asking(move, "set_pace", seen=seen, by=by, reason=reason, now=now) as row:
-        if row.phase not in (Phase.PREPARE, Phase.BACKFILL):
-            raise NotNow(f"{row} is in {row.phase.upper()}: only BACKFILL has a pace.")
+        if row.phase not in (Phase.PREPARE, Phase.BACKFILL, Phase.SPLIT):
+            raise NotNow(f"{row} is in {row.phase.upper()}: only BACKFILL and SPLIT have a pace.")
         row.pace_per_second, row.finish_by = pace_per_second, finish_by
 
 
@@ -426,7 +465,7 @@ def cancel_rollback(
     """Take a rollback back that has not closed the fence yet. Afterwards: abort it."""
     _require(reason)
     with _asking(move, "cancel_rollback", seen=seen, by=by, reason=reason, now=now) as row:
-        if row.phase != Phase.SOAK or row.rollback_requested_at is None:
+        if row.phase not in (Phase.SOAK, Phase.SPLIT) or row.rollback_requested_at is None:
             raise NotNow(f"{row} has no rollback that waits to begin.")
         row.rollback_requested_at, row.waiting_for = None, ""
 
@@ -474,10 +513,10 @@ def leave_behind(
 
 
 def _may_repair(move: TenantMigration) -> None:
-    if move.phase not in (Phase.BACKFILL, Phase.VERIFY, Phase.REVERSE_VERIFY):
+    if move.phase not in (Phase.BACKFILL, Phase.SPLIT, Phase.VERIFY, Phase.REVERSE_VERIFY):
         # Never re-copy after TARGET: it would overwrite what the tenant wrote since.
         raise NotNow(
-            f"{move} is in {move.phase.upper()}: only BACKFILL and the comparisons inside a fence"
+            f"{move} is in {move.phase.upper()}: only BACKFILL, SPLIT and the comparisons inside a fence"
             " copy again."
         )
 
@@ -497,6 +536,7 @@ REQUESTS = (
     "drain_requested_at",
     "drain_requested_by",
     "budget_seconds",
+    "idle_bound_seconds",
     "pace_per_second",
     "finish_by",
     "flip_requested_at",
@@ -626,6 +666,14 @@ def check_times(budget: float, drain_bound: float, soak: float) -> None:
         )
     if not 0 <= soak <= 90 * 86_400:
         raise InvalidOption(f"A soak of {soak:g} s: choose 0 seconds to 90 days.")
+
+
+def check_idle(idle: float, bound: float) -> None:
+    """Raise InvalidOption unless the times (seconds) of a split's wait make sense."""
+    if not 0 <= idle <= bound:
+        raise InvalidOption(f"Idle for {idle:g} s: choose 0 seconds up to the bound ({bound:g} s).")
+    if not 0 <= bound <= 30 * 86_400:
+        raise InvalidOption(f"A bound of {bound:g} s: choose 0 seconds to 30 days.")
 
 
 def check_pace(pace: float | None, finish_by: datetime | None, now: datetime) -> None:

@@ -129,7 +129,7 @@ class World:
                 driver.advance(self.machine, move.pk, clock=self.clock)
         return self.move
 
-    def run(self, *, until: Phase | None = None, steps: int = 300) -> TenantMigration:
+    def run(self, *, until: Phase | None = None, steps: int = 500) -> TenantMigration:
         """Step until the move enters a phase, or ends."""
         # Each row is read once: the tests of every moment take thousands of steps.
         move = self.move

@@ -167,12 +167,14 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
     return may_close(move, clock)
 
 
-def between_passes(move: TenantMigration, what: str, now: datetime) -> Wait:
+def between_passes(
+    move: TenantMigration, what: str, now: datetime, *, seconds: float = 1.0
+) -> Wait:
     """Wait for what is said, and keep the copy fresh meanwhile."""
     age, took = _last_pass(move, now)
     if age >= max(IDLE_SECONDS, 10 * took):
         return Wait(changes=common.at_stage(""))
-    return common.waiting(move, what)
+    return common.waiting(move, what, seconds=seconds)
 
 
 def _last_pass(move: TenantMigration, now: datetime) -> tuple[float, float]:

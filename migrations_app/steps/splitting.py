@@ -16,6 +16,9 @@ from tenants import services as tenants
 from tenants.domain.words import clock as clock_words
 from tenants.domain.words import duration, limit
 
+# How often a split that waits is looked at; whoever asks something of it is answered at once.
+BUSY_SECONDS = 5.0
+
 
 def split(move: TenantMigration, clock: Clock) -> Outcome:
     """Let the target take new sessions, then wait until the source's are idle, up to a bound.
@@ -113,7 +116,7 @@ def _until_idle(move: TenantMigration, clock: Clock) -> Outcome:
     if move.rollback_requested_at is not None:
         return back.roll_back(move, clock)
     if busy := _busy(move, now):
-        return passes.between_passes(move, busy, now)
+        return passes.between_passes(move, busy, now, seconds=BUSY_SECONDS)
     return passes.may_close(move, clock)
 
 
