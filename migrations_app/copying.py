@@ -849,8 +849,12 @@ def remove_gone(
     meter: Meter,
     timer: Timer,
     clock: Clock,
+    forget: Callable[[Collection[Key]], bool] = lambda keys: True,
 ) -> Swept:
     """Delete on the target what was deleted at the source since its copy.
+
+    `forget` is called before that, for what is kept beside sessions; while it isn't through with
+    them nothing is deleted.
 
     A delete leaves no trace at the source, so every noted key is looked up there, page by
     page of our own list (cursor_session holds the last id). Where that list is as long as the
@@ -875,6 +879,8 @@ def remove_gone(
         keys = [Key(user, session) for _, user, session in rows]
         alive = source.stamps(keys) if keys else {}
         if gone := [key for key in keys if key not in alive]:
+            if not split and not forget(gone):
+                return Swept(Key("", str(last)), passed, finished=False)
             if move.phase in REVERSED:
                 # A late write at the closed source is no copy of ours: it stays, and VERIFY
                 # names it. What a killed try has deleted already is forgotten as well.

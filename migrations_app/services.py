@@ -74,9 +74,9 @@ def start(
     """Start moving `tenant` to another store, and cell, after looking at both.
 
     Times are in seconds, the pace in sessions per second. In split mode the source's sessions
-    are waited for until none has changed for `idle_seconds`, `idle_bound_seconds` at most. Raises AlreadyMigrating,
-    SamePlace, InvalidOption or NotReadyToMove (with every red check); then nothing has changed.
-    MachinesStopped while all machines are: a new move would believe an old database.
+    are waited for until none has changed for `idle_seconds`, `idle_bound_seconds` at most. Raises
+    AlreadyMigrating, SamePlace, InvalidOption or NotReadyToMove (with every red check); then
+    nothing has changed. MachinesStopped while all machines are: a new move would believe an old database.
     """
     tenants.check_running()
     _require(reason)
@@ -516,8 +516,8 @@ def _may_repair(move: TenantMigration) -> None:
     if move.phase not in (Phase.BACKFILL, Phase.SPLIT, Phase.VERIFY, Phase.REVERSE_VERIFY):
         # Never re-copy after TARGET: it would overwrite what the tenant wrote since.
         raise NotNow(
-            f"{move} is in {move.phase.upper()}: only BACKFILL, SPLIT and the comparisons inside a fence"
-            " copy again."
+            f"{move} is in {move.phase.upper()}: only BACKFILL, SPLIT and the comparisons inside"
+            " a fence copy again."
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from durable.driver import Clock
 from durable.errors import Refused
 from durable.machine import Go, Wait
-from migrations_app import copying, queries, services
+from migrations_app import artifacts, copying, memory, queries, services
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.phases import (
     REVERSED,
@@ -24,11 +24,14 @@ from migrations_app.ports.base import (
     Key,
     Mark,
     SessionStore,
+    SharedRow,
 )
 from tenants import services as tenants
 
 # Each pass asks runtimes' reports to be kept this far ahead; they only feed the forecast.
 TRACKED = timedelta(hours=1)
+# Stages whose sweeps pass by something else than sessions.
+BESIDE = ("gone", "shared", "artifacts", "memory", "references")
 
 
 def copy_changed(
@@ -86,8 +89,8 @@ def copy_changed(
 def after_sweep(move: TenantMigration, meter: Meter, swept: copying.Swept, *, then: str) -> Wait:
     """Settle how far a sweep came; on its end the next stage begins."""
     changes = meter.changes(move)
-    if move.stage not in ("gone", "shared"):
-        # Progress is in sessions; the sweeps behind the sessions' own are short.
+    if move.stage not in BESIDE:
+        # Progress is in sessions; so is nothing that goes over behind them.
         changes["done"] = move.done + swept.passed
     if swept.finished:
         return Wait(changes=changes | at_stage(then))
@@ -97,6 +100,55 @@ def after_sweep(move: TenantMigration, meter: Meter, swept: copying.Swept, *, th
 def sweeping(move: TenantMigration, stage: str) -> dict[str, Any]:
     """Return the columns with which a sweep over every session begins."""
     return {"done": 0, "todo": move.sessions, **at_stage(stage)}
+
+
+def carry_over(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    stage: str,
+    *,
+    meter: Meter,
+    timer: Timer,
+    clock: Clock,
+    seen: Callable[[Sequence[SharedRow]], None] = lambda rows: None,
+) -> copying.Swept:
+    """Work at a stage behind the sessions' own: what was deleted, is shared, or kept beside them.
+
+    Each page of shared state that was written is shown to `seen`.
+    """
+    if stage == "gone":
+        return copying.remove_gone(
+            move,
+            source,
+            target,
+            meter=meter,
+            timer=timer,
+            clock=clock,
+            forget=lambda keys: memory.forget(move, target, keys, clock=clock),
+        )
+    if stage == "shared":
+        return copying.settle_shared(
+            move, source, target, meter=meter, timer=timer, write=True, clock=clock, seen=seen
+        )
+    if stage == "artifacts":
+        return artifacts.sweep(move, meter=meter, timer=timer, clock=clock, write=True)
+    if stage == "references":
+        return artifacts.find_references(move, source, timer=timer)
+    return memory.sweep(move, source, meter=meter, timer=timer, clock=clock)
+
+
+def repair(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    *,
+    meter: Meter,
+    clock: Clock,
+) -> int:
+    """Do the repairs that people asked for; return how many were done."""
+    done = copying.repair(move, source, target, meter=meter, clock=clock)
+    return done + artifacts.repair(move, meter=meter, clock=clock)
 
 
 def at_stage(stage: str, at: Key = START) -> dict[str, Any]:

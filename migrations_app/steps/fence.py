@@ -11,7 +11,7 @@ from typing import Any
 from durable.driver import Clock, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
-from migrations_app import copying, ports, queries
+from migrations_app import artifacts, channels, copying, memory, ports, queries
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.phases import (
     REVERSED,
@@ -33,6 +33,9 @@ LATE_SHARED = "late shared state at the closed source to be settled"
 # Waiting on somebody inside the fence is polled inside the step, so that a fence never
 # waits for a tick: every 50 ms, for up to 2 s.
 POLL_SECONDS, POLL_FOR_SECONDS = 0.05, 2.0
+# What DELTA brings over, and what VERIFY compares, in this order.
+CARRIED = ("copy", "gone", "shared", "artifacts", "memory")
+COMPARED = ("sessions", "shared", "artifacts")
 
 
 def drain(move: TenantMigration, clock: Clock) -> Outcome:
@@ -148,22 +151,18 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
                 return common.copy_changed(
                     move, source, target, meter, timer, clock, compare=False, mark=mark
                 )
-            if stage == "gone":
-                return copying.remove_gone(
-                    move, source, target, meter=meter, timer=timer, clock=clock
-                )
-            return copying.settle_shared(
+            return common.carry_over(
                 move,
                 source,
                 target,
+                stage,
                 meter=meter,
                 timer=timer,
-                write=True,
                 clock=clock,
                 seen=mark.shared,
             )
 
-        changes, finished = common.stages(move, timer, ("copy", "gone", "shared"), work)
+        changes, finished = common.stages(move, timer, CARRIED, work)
     changes["mark"] = str(mark)
     if not finished:
         return Wait(changes=changes)
@@ -181,7 +180,7 @@ def verify(move: TenantMigration, clock: Clock) -> Outcome:
         # First: what a late write that was accepted leaves behind, its user's state, is no
         # difference once it is replaced.
         repaired = Meter()
-        if copying.repair(move, source, target, meter=repaired, clock=clock):
+        if common.repair(move, source, target, meter=repaired, clock=clock):
             return Wait(note="Repaired what was asked for", changes=repaired.changes(move))
         changes: dict[str, Any] = {}
         if move.stage != "end":
@@ -191,11 +190,13 @@ def verify(move: TenantMigration, clock: Clock) -> Outcome:
                     return copying.prove(
                         move, source, target, meter=meter, timer=timer, clock=clock
                     )
-                return copying.settle_shared(
-                    move, source, target, meter=meter, timer=timer, write=False, clock=clock
-                )
+                if stage == "shared":
+                    return copying.settle_shared(
+                        move, source, target, meter=meter, timer=timer, write=False, clock=clock
+                    )
+                return artifacts.sweep(move, meter=meter, timer=timer, clock=clock, write=False)
 
-            changes, finished = common.stages(move, timer, ("sessions", "shared"), work)
+            changes, finished = common.stages(move, timer, COMPARED, work)
             if not finished:
                 return Wait(changes=changes)
             changes |= common.at_stage("end")
@@ -210,6 +211,8 @@ def _verdict(
     if count := queries.open_mismatches(move):
         what = counted(count, "mismatch", "mismatches")
         return common.waiting(move, f"{what} to be repaired", seconds=0.5)
+    if owed := _owed_beside(move, source, clock):
+        return common.waiting(move, owed, seconds=0.2)
     if move.flip_by_hand and move.flip_requested_at is None and move.phase == Phase.VERIFY:
         return common.waiting(move, "somebody's word to flip", seconds=0.2)
     sides = copying.way(move)
@@ -257,6 +260,15 @@ def _verdict(
         f"{ours.sessions:,} sessions of {ours.users:,} users are equal on both sides",
         {"waiting_for": "", "sessions": ours.sessions, "users": ours.users, **common.at_stage("")},
     )
+
+
+def _owed_beside(move: TenantMigration, source: SessionStore, clock: Clock) -> str:
+    """Return what memory or a required side channel still lacks, in words; "" nothing."""
+    # Memory comes last: it is searched, which a move that waits for a person need not repeat.
+    channels.run(move, timer=Timer(), clock=clock)
+    if owed := queries.channels_before_flip(move):
+        return owed
+    return memory.verify(move, source, meter=Meter(), timer=Timer(), clock=clock).words
 
 
 class CountsDiffer(Refused):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from durable.driver import Clock, holding
 from durable.machine import Go, Outcome, Wait
-from migrations_app import copying
+from migrations_app import artifacts, copying
 from migrations_app.copying import Timer
 from migrations_app.domain.phases import (
     Phase,
@@ -38,6 +38,10 @@ def reopen(move: TenantMigration, clock: Clock) -> Outcome:
             f"Ended with leftovers on {move.target_store}, by {move.leave_requested_by}",
             {"ended_at": clock()},
         )
+    # First those: their names are told by the sessions that stand beside them.
+    taken = artifacts.remove_copied(move, "target", timer=Timer())
+    if not taken.finished:
+        return Wait(changes=common.at_stage("clean", taken.cursor))
     with copying.opened(move, move.target_store) as store:
         if common.guards(move, store, str(move.target_store)):
             store.take(mover=True, agents=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from durable.driver import Clock, holding
 from durable.machine import Go, Outcome, Wait
-from migrations_app import copying, pacing, queries
+from migrations_app import channels, copying, pacing, queries
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.phases import (
     Phase,
@@ -43,38 +43,45 @@ def copy_pass(
 ) -> Wait:
     """Take the next step of a pass over what has changed; its last stage leads to "ready".
 
-    Once both sides of a split serve, only sessions go over: what is gone at the source may have
-    been born again on the target, and shared state is merged inside the fence. Each page of
-    shared state that was written is shown to `seen`.
+    Once both sides of a split serve, nothing is deleted or replaced: what is gone at the source
+    may have been born again on the target, and shared state is merged inside the fence. Each
+    page of shared state that was written is shown to `seen`.
     """
     if move.stage == "":
         return _begin_pass(move, clock)
     meter, timer = Meter(), Timer()
     with copying.both(move) as (source, target):
         common.take_written(move, target)
-        copying.repair(move, source, target, meter=meter, clock=clock)
+        common.repair(move, source, target, meter=meter, clock=clock)
+        after = _behind(move)
         if move.stage == "copy":
-            then = "ready" if queries.split_live(move) else "gone"
-            outcome = _copy_sweep(move, source, target, meter, timer, clock, then=then)
-        elif move.stage == "gone":
-            swept = copying.remove_gone(move, source, target, meter=meter, timer=timer, clock=clock)
-            outcome = common.after_sweep(move, meter, swept, then="shared")
+            outcome = _copy_sweep(move, source, target, meter, timer, clock, then=after[0])
         else:
-            swept = copying.settle_shared(
+            swept = common.carry_over(
                 move,
                 source,
                 target,
+                move.stage,
                 meter=meter,
                 timer=timer,
-                write=True,
                 clock=clock,
                 seen=seen,
             )
-            outcome = common.after_sweep(move, meter, swept, then="ready")
+            then = after[after.index(move.stage) + 1]
+            outcome = common.after_sweep(move, meter, swept, then=then)
         if outcome.changes["stage"] == "ready":
             outcome = _end_pass(move, outcome, _mark_seconds(move, source), clock)
     copying.sample(move, outcome.changes, clock)
     return outcome
+
+
+def _behind(move: TenantMigration) -> tuple[str, ...]:
+    """Return the stages of a pass behind the sessions' own."""
+    if queries.split_live(move):
+        return ("artifacts", "memory", "ready")
+    # Places that name a renumbered version are listed once now, and once more after the cutover.
+    once = ("references",) if move.passes == 1 else ()
+    return ("gone", "shared", "artifacts", "memory", *once, "ready")
 
 
 def _mark_seconds(move: TenantMigration, source: SessionStore) -> float:
@@ -158,6 +165,8 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
     now = clock()
     if queries.repairs_asked(move):
         return repair_now(move, clock)
+    if channels.run(move, timer=Timer(), clock=clock):
+        return Wait()
     if blocked := _not_yet(move, now):
         return between_passes(move, blocked, now)
     if common.forward(move) == Phase.SPLIT:
@@ -231,6 +240,8 @@ def _not_yet(move: TenantMigration, now: Any) -> str:
     """Return what a person has to do, or which time has to come, before the fence may close."""
     if count := queries.open_mismatches(move):
         return f"{counted(count, 'mismatch', 'mismatches')} to be repaired"
+    if owed := queries.channels_before_fence(move):
+        return owed
     if move.fence_not_before is not None and now < move.fence_not_before:
         return f"its time, {move.fence_not_before:%d %b %H:%M} UTC"
     if not move.automatic and move.drain_requested_at is None:
@@ -243,5 +254,5 @@ def repair_now(move: TenantMigration, clock: Clock) -> Wait:
     meter = Meter()
     with copying.both(move) as (source, target):
         common.take_written(move, target)
-        done = copying.repair(move, source, target, meter=meter, clock=clock)
+        done = common.repair(move, source, target, meter=meter, clock=clock)
     return Wait(note=f"{done} repaired or looked at again", changes=meter.changes(move))

@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from django.db.models import Q
+
 from durable.driver import Clock, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
-from migrations_app import copying
+from migrations_app import artifacts, channels, copying
 from migrations_app.copying import Timer
 from migrations_app.domain.phases import (
     ENDED,
     Phase,
 )
-from migrations_app.models import TenantMigration
+from migrations_app.models import ArtifactVersion, TenantMigration
 from migrations_app.ports.base import (
     START,
     Guard,
@@ -59,12 +61,17 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
             return common.waiting(move, str(clearing), seconds=0.0)
         except GuardTaken as taken:
             checks.append(Check("Guard", False, str(taken)))
+        kept = artifacts.prepare(move, leftovers=_left_by_ended(move), timer=Timer())
+        checks += [kept.check] if kept.check is not None else []
+        if not kept.cleared:
+            return common.waiting(move, "what an ended move left to be removed", seconds=0.0)
         if any(check.ok is False for check in checks):
             return _blocked(move, checks, began)
         if unheard := _announce(move, clock):
             return unheard
         older = source.older_writers()
     with holding(move):
+        channels.list_channels(move)
         tenants.note_survey(move.source_store, asdict(found.source), now=now)
         tenants.note_survey(move.target_store, asdict(found.target), now=now)
     return Go(
@@ -75,6 +82,7 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
             "findings": found.findings,
             "waiting_for": "",
             "guarded": True,
+            "artifacts_apart": kept.apart,
             "sessions": found.source.sessions,
             "users": found.source.users,
             "interrupted": found.source.interrupted,
@@ -135,6 +143,13 @@ def _make_sure(move: TenantMigration, source: SessionStore, target: SessionStore
             else f"{move.target_store} assigns its own session ids; links to sessions would break.",
         ),
     ]
+
+
+def _left_by_ended(move: TenantMigration) -> bool:
+    """Return whether artifacts at the target can only be what an ended move left there."""
+    store = Q(source_store=move.target_store) | Q(target_store=move.target_store)
+    ended = move.tenant.moves.filter(store, phase__in=ENDED)
+    return ArtifactVersion.objects.filter(move__in=ended).exists()
 
 
 def _announce(move: TenantMigration, clock: Clock) -> Wait | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from durable.driver import Clock, holding
 from durable.machine import Go, Outcome, Wait
-from migrations_app import copying, queries
+from migrations_app import artifacts, copying, queries
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import (
@@ -75,11 +75,14 @@ def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
             if move.touched_at is not None:
                 # What runtimes served before the last look is counted in it.
                 tenants.forget_served(move.tenant, before=move.touched_at)
-        return Wait(
-            changes={"changed": 0, "done": 0, "pass_started_at": now, **common.at_stage("touched")}
-        )
+        # Once more than in BACKFILL, now that every number is settled.
+        first = common.at_stage("references" if move.touched_at is None else "touched")
+        return Wait(changes={"changed": 0, "done": 0, "pass_started_at": now, **first})
     try:
         with copying.both(move) as (source, target):
+            if move.stage == "references":
+                swept = artifacts.find_references(move, source, timer=Timer())
+                return common.after_sweep(move, Meter(), swept, then="touched")
             if move.stage == "touched":
                 return _count_touched(move, source, target, clock)
             return _find_late_writes(move, source, target, clock)
@@ -233,11 +236,18 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
             f"Ended with leftovers on {move.source_store}, by {move.leave_requested_by}",
             {"left_behind": left, "ended_at": clock(), "waiting_for": ""},
         )
+    if move.stage != "sessions":
+        # First those: their names are told by the sessions that stand beside them.
+        taken = artifacts.remove_copied(move, "source", timer=timer)
+        if not taken.finished:
+            return Wait(changes=common.at_stage("", taken.cursor))
+        return Wait(changes=common.at_stage("sessions"))
     with copying.opened(move, move.source_store) as source:
         source.take(mover=True, agents=False)
         swept = copying.offboard(move, source, meter=meter, timer=timer)
         if not swept.finished:
             return common.after_sweep(move, meter, swept, then="")
+        files = artifacts.left(move)
         # Counted there and not on our list: a session that we never knew stays as well, and while
         # one stays its user's state does (and is listed: this loop would never end).
         left = source.counts().sessions
@@ -251,6 +261,7 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
         Phase.DONE,
         f"{changes['deleted']:,} sessions deleted at {move.source_store}"
         + (f", {left:,} left because they changed: {', '.join(names)}" if left else "")
-        + (" ..." if left > LEFT_NAMED else ""),
+        + (" ..." if left > LEFT_NAMED else "")
+        + (f"; {counted(files, 'artifact')} left that changed" if files else ""),
         {**changes, "left_behind": left, "ended_at": clock(), "waiting_for": ""},
     )
