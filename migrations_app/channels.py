@@ -316,9 +316,10 @@ def list_channels(move: TenantMigration) -> int:
 def run(move: TenantMigration, *, timer: Timer, clock: Clock) -> bool:
     """Carry out the steps that programs have to do in the move's phase; return whether any was.
 
-    Each is one call, of a third of the lease at most: longer work answers "again". A killed
-    worker's call is made again, with the same cursor. A failing one is tried again after a pause
-    that grows. False: nothing is due now, or all that is waits for a person.
+    Each is one call, of a third of the lease at most, inside the fence a sixth: longer work
+    answers "again". A killed worker's call is made again, with the same cursor. A failing one is
+    tried again after a pause that grows. False: nothing is due now, or all that is waits for a
+    person.
     """
     if move.phase in (Phase.BACKFILL, Phase.SPLIT):
         # Registered since PREPARE, by somebody who noticed in time.
@@ -326,7 +327,8 @@ def run(move: TenantMigration, *, timer: Timer, clock: Clock) -> bool:
             list_channels(move)
     worked = False
     for row in queries.listed_channels(move):
-        if timer.out:
+        # One at least: what came before it in the step may have taken all of its time.
+        if worked and timer.out:
             break
         step, now = queries.channel_step(move, row), clock()
         if step is None or _how(row, step)[0] == StepBy.PERSON:
@@ -439,10 +441,13 @@ def _of(answer: Answer) -> str:
 
 
 def _seconds(move: TenantMigration, now: datetime) -> float:
-    """Return how long a call may take: below a worker's time limit, and not past the deadline."""
+    """Return how long a call may take: below a worker's time limit, and not past the deadline.
+
+    Inside the fence a step has compared sessions before, and its time is half.
+    """
     longest = settings.DURABLE_LEASE_SECONDS / 3
     if move.phase in FENCED and move.deadline_at is not None:
-        return max(1.0, min(longest, (move.deadline_at - now).total_seconds()))
+        return max(1.0, min(longest / 2, (move.deadline_at - now).total_seconds()))
     return longest
 
 

@@ -155,35 +155,45 @@ def _give(
 
 def forget(
     move: TenantMigration, target: SessionStore, keys: Collection[Key], *, clock: Clock
-) -> None:
+) -> bool:
     """Remove sessions that were deleted where data is read from the written side's memory.
 
-    Before their copies are deleted at `target`, by whose events memory is asked. Whatever a
-    service doesn't remove is named in the move's log.
+    Before their copies are deleted at `target`, by whose events memory is asked. Return whether
+    all are through; if not, ask again with the same keys. Whatever a service doesn't remove is
+    named in the move's log.
     """
-    wanted = set(keys)
+    wanted, timer = set(keys), Timer()
+    named = move.stamps.filter(session_id__anyof={key.session_id for key in wanted})
     rows = [
         row
-        for row in move.stamps.filter(session_id__anyof={key.session_id for key in wanted})
-        .exclude(memory_stamp="")
-        .iterator()
+        for row in named.exclude(memory_stamp="").order_by("pk").iterator()
         if Key(row.user_id, row.session_id) in wanted
     ]
     if not rows or not goes_over(move):
-        return
-    left = 0
-    gone = [Key(row.user_id, row.session_id) for row in rows]
+        return True
     with _opened(move) as memory:
-        for one in recall(target, move.tenant.app_name, gone):
-            left += not (isinstance(one, Recalled) and memory.forget(one))
+        for at in range(0, len(rows), AT_ONCE):
+            few = rows[at : at + AT_ONCE]
+            gone = [Key(row.user_id, row.session_id) for row in few]
+            left = sum(
+                not (isinstance(one, Recalled) and memory.forget(one))
+                for one in recall(target, move.tenant.app_name, gone)
+            )
+            _note_forgotten(move, few, left, clock)
+            if timer.out:
+                return at + AT_ONCE >= len(rows)
+    return True
+
+
+def _note_forgotten(
+    move: TenantMigration, rows: Sequence[SessionStamp], left: int, clock: Clock
+) -> None:
     with holding(move) as locked:
         move.stamps.filter(pk__in=[row.pk for row in rows]).update(memory_stamp="")
         locked.remembered = move.remembered = max(locked.remembered - len(rows), 0)
         locked.save(update_fields=["remembered"])
         if left:
-            what = counted(
-                left, "session that was deleted stays", "sessions that were deleted stay"
-            )
+            what = counted(left, "deleted session stays", "deleted sessions stay")
             note = f"{what} in the memory of {copying.way(move).to_store}: it removes none by event"
             _say(locked, note, clock)
 
@@ -219,14 +229,14 @@ def verify(
         example = f"such as {row.session_id} of {row.user_id}"
         what = counted(missing, "session", "sessions")
         return Verdict(missing, 0, 0, f"the memory of {store} to take {what}, {example}")
-    sampled, found = _sampled(move, source)
+    sampled, found = _sampled(move, source, timer)
     if sampled and not found:
         words = f"the memory of {store} to find any of {sampled} sessions that it was given"
         return Verdict(0, sampled, 0, words)
     return Verdict(0, sampled, found, "")
 
 
-def _sampled(move: TenantMigration, source: SessionStore) -> tuple[int, int]:
+def _sampled(move: TenantMigration, source: SessionStore, timer: Timer) -> tuple[int, int]:
     """Search for a few sessions; return how many could be searched for, and were answered.
 
     The first ones: a service that takes its time over a session has had it.
@@ -235,8 +245,12 @@ def _sampled(move: TenantMigration, source: SessionStore) -> tuple[int, int]:
     keys = [Key(row.user_id, row.session_id) for row in rows]
     if not keys:
         return 0, 0
+    told: list[bool | None] = []
     with _opened(move) as memory:
-        read = list(recall(source, move.tenant.app_name, keys))
-        told = [(one, memory.has(one)) for one in read if isinstance(one, Recalled)]
-    # Answered in other words counts as answered; what has no words is not asked for.
-    return sum(has is not None for _, has in told), sum(has is True for _, has in told)
+        for one in recall(source, move.tenant.app_name, keys):
+            if isinstance(one, Recalled):
+                told.append(memory.has(one))
+            if timer.out:
+                break
+    # What was answered in other words can't be told, nor what has no words.
+    return sum(has is not None for has in told), sum(has is True for has in told)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from google.adk.memory import BaseMemoryService
     from google.adk.sessions import Session
 
-# The longest that one call of a service may take: below what is left of a worker's time.
-CALL_SECONDS = 8.0
+# The longest that one call of a service may take: a worker's time is up soon after a step's.
+CALL_SECONDS = 5.0
 # Words of an event that are asked for when memory is looked into; longer questions find no more.
 WORDS_ASKED = 30
 T = TypeVar("T")

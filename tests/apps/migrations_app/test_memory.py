@@ -269,10 +269,10 @@ def test_a_worker_that_dies_behind_a_handful_gives_it_again(
 # --- deleted at the source ------------------------------------------------------------------------
 
 
-def forget(world: World, *names: tuple[str, str]) -> None:
+def forget(world: World, *names: tuple[str, str]) -> bool:
     move = world.move
     with copying.both(move) as (_, target):
-        memory.forget(move, target, [Key(*name) for name in names], clock=world.clock)
+        return memory.forget(move, target, [Key(*name) for name in names], clock=world.clock)
 
 
 def test_a_session_that_was_deleted_is_forgotten(
@@ -295,11 +295,27 @@ def test_what_a_memory_cannot_forget_is_named(
     ready(files)
     sweep(files)
     forget(files, ("u-3", "s-7"))
-    note = "1 session that was deleted stays in the memory of store-eu1-b: it removes none by event"
+    note = "1 deleted session stays in the memory of store-eu1-b: it removes none by event"
     assert note in log(files)
     assert files.move.remembered == 11
     forget(files, ("u-3", "s-7"))
     assert log(files).count(note) == 1
+
+
+def test_forgetting_many_takes_more_than_one_step(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember(files, monkeypatch, target=TARGET)
+    ready(files)
+    sweep(files)
+    names = [(f"u-{number % 4}", f"s-{number}") for number in range(12)]
+    with monkeypatch.context() as slow:
+        slow.setattr(memory, "Timer", lambda: Timer(0))
+        assert not forget(files, *names)
+        assert files.move.remembered == 12 - memory.AT_ONCE
+    assert forget(files, *names)
+    assert files.move.remembered == 0
+    assert kept().texts(APP, "u-3", "s-11") == []
 
 
 # --- the way back ---------------------------------------------------------------------------------
