@@ -173,6 +173,11 @@ def both(move: TenantMigration) -> Iterator[tuple[SessionStore, SessionStore]]:
         yield source, target
 
 
+def take_written(move: TenantMigration, written: SessionStore) -> None:
+    """Let this claim write where data goes. In a split agents write there too."""
+    written.take(mover=True, agents=queries.split_live(move))
+
+
 class TablesLost(Refused):
     """A store that had ADK's tables answers without one of them."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from durable.machine import Wait
+from migrations_app import copying
 from migrations_app.copying import Meter
 from migrations_app.domain import throttle
 from migrations_app.domain.throttle import Judged, Looked, Speed
@@ -59,7 +60,7 @@ def settled(
     before = Speed.of(move.speed)
     judged = Judged(move.ease, before, thin=True)
     if copied >= LOOK_SESSIONS:
-        judged = throttle.judge(before, move.ease, _looked(source, target, meter))
+        judged = throttle.judge(before, move.ease, _looked(move, source, target, meter))
     because = move.eased_why
     if not judged.thin:
         because = throttle.why(judged, source=str(move.source_store), target=str(move.target_store))
@@ -85,13 +86,15 @@ def settled(
     )
 
 
-def _looked(source: SessionStore, target: SessionStore, meter: Meter) -> Looked:
+def _looked(
+    move: TenantMigration, source: SessionStore, target: SessionStore, meter: Meter
+) -> Looked:
     """Look at both sides: the source answers a page, the target that and one small write."""
 
     def look_at_target() -> None:
         target.page(START, LOOK_SESSIONS)
         # Taken already by this claim: again it is one short transaction, which a disk may hold up.
-        target.take(mover=True, agents=False)
+        copying.take_written(move, target)
 
     return Looked(
         chunks=meter.count["chunk"],

@@ -179,11 +179,6 @@ def out(move: TenantMigration, note: str) -> Go:
     return Go(to, note)
 
 
-def take_written(move: TenantMigration, written: SessionStore) -> None:
-    """Let this claim write where data goes. In a split agents write there too."""
-    written.take(mover=True, agents=queries.split_live(move))
-
-
 def forward(move: TenantMigration) -> Phase:
     return onward(Mode(move.mode), Phase(move.phase))
 

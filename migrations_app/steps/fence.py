@@ -144,7 +144,7 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
     timer = Timer(copying.FENCED_STEP_SECONDS)
     mark = Mark(move.mark)
     with copying.both(move) as (source, target):
-        common.take_written(move, target)
+        copying.take_written(move, target)
 
         def work(stage: str, meter: Meter) -> copying.Swept:
             if stage == "copy":
@@ -176,7 +176,7 @@ def verify(move: TenantMigration, clock: Clock) -> Outcome:
         return late
     timer = Timer(copying.FENCED_STEP_SECONDS)
     with copying.both(move) as (source, target):
-        common.take_written(move, target)
+        copying.take_written(move, target)
         # First: what a late write that was accepted leaves behind, its user's state, is no
         # difference once it is replaced.
         repaired = Meter()

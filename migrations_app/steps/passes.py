@@ -51,7 +51,7 @@ def copy_pass(
         return _begin_pass(move, clock)
     meter, timer = Meter(), Timer()
     with copying.both(move) as (source, target):
-        common.take_written(move, target)
+        copying.take_written(move, target)
         common.repair(move, source, target, meter=meter, clock=clock)
         after = _behind(move)
         if move.stage == "copy":
@@ -253,6 +253,6 @@ def _not_yet(move: TenantMigration, now: Any) -> str:
 def repair_now(move: TenantMigration, clock: Clock) -> Wait:
     meter = Meter()
     with copying.both(move) as (source, target):
-        common.take_written(move, target)
+        copying.take_written(move, target)
         done = common.repair(move, source, target, meter=meter, clock=clock)
     return Wait(note=f"{done} repaired or looked at again", changes=meter.changes(move))
