@@ -268,7 +268,7 @@ def test_nothing_is_copied_again_after_the_target_was_published(
     assert address("recopy", move) not in html
     answer = people.operator.post(address("recopy", move), {"mismatch": rows[0].pk}, headers=HTMX)
     assert answer.status_code == 409
-    assert "only BACKFILL and the comparisons inside a fence" in answer.content.decode()
+    assert "only BACKFILL, SPLIT and the comparisons inside a fence" in answer.content.decode()
 
 
 def test_words_in_the_mismatch_field_are_no_mismatch(moving: Moving, people: People) -> None:
