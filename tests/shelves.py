@@ -98,6 +98,11 @@ class Shelf:
         part = self.load(user, session, name, version)
         return None if part is None else part.text
 
+    def body(self, user: str, session: str, name: str) -> bytes:
+        """Return the last version's bytes, whatever it is."""
+        part = self.load(user, session, name)
+        return part.text.encode() if part.text is not None else part.inline_data.data
+
     def versions(self, user: str, session: str, name: str) -> list[int]:
         found: list[int] = _run(self.service.list_versions(**self._at(user, session, name)))
         return found

@@ -230,6 +230,8 @@ def _keyed(keys: tuple[str, ...], number: int, one: _Changed) -> bool:
 
 
 def _in_words(text: str, near: list[_Changed]) -> Iterator[_Changed]:
+    # A URI is looked at as one: what it names may be somebody else's.
+    text = _URI.sub("", text)
     named = [one for one in near if any(name in text for name in one.names)]
     if named:
         numbers = {int(number) for number in _NUMBER.findall(text) if len(number) < 10}

@@ -110,7 +110,7 @@ def _as_recorded(side: Side, user: str, lines: Sequence[ArtifactVersion], listin
     if len(unknown) > len(noted) or any(number not in versions for number in whole):
         return False
     return all(
-        (stamp and stamp == side.stamp(whole[number]))
+        side.proven(whole[number], stamp)
         or _digest(side, user, listed, number) == side.digest(whole[number])
         for number, stamp in versions.items()
         if number in whole

@@ -42,6 +42,10 @@ class Side:
     def stamp(self, line: ArtifactVersion) -> str:
         return str(getattr(line, f"{self.name}_stamp"))
 
+    def proven(self, line: ArtifactVersion, stamp: str) -> bool:
+        """Whether a version with this stamp is, to the byte, what the line says."""
+        return self.port.stamps and stamp != "" and stamp == self.stamp(line)
+
     def columns(self, version: int, digest: str, stamp: str) -> dict[str, int | str]:
         """Return what a line says of this side."""
         return {

@@ -141,10 +141,13 @@ class Sweep:
         return sorted(users)
 
     def _finish(self) -> None:
-        """Take up what a killed step has noted of users whom neither side has, and add up."""
-        columns = {f"{self.written.name}_digest": ""}
-        for user in set(self._lines().filter(**columns).values_list("user_id", flat=True)):
-            self._user(user, "")
+        """Take up what was noted or named of users whom neither side has any more, and add up."""
+        noted = self._lines().filter(**{f"{self.written.name}_digest": ""})
+        told = Mismatch.objects.filter(move=self.move, resolved_at=None).exclude(artifact="")
+        for user in {row.user_id for rows in (noted, told) for row in rows}:
+            desk = self.look(user)
+            if not desk.here and not desk.there:
+                self._user(user, "")
         totals = self._lines().aggregate(versions=Count("pk"), size=Sum("size"))
         self.meter.columns |= {
             "artifacts": totals["versions"],
@@ -199,15 +202,17 @@ class Sweep:
                 into[name] = Found(listed, dict(sorted(versions.items())))
 
     def _count(self, desk: Desk) -> None:
-        """Make sure that the counts are equal, apart from everything else that was compared."""
+        """Count both sides anew, last: no service can be closed to whoever got past the fence."""
+        listings = [side.port.listing(desk.user) for side in (self.read, self.written)]
         mine, theirs = (
-            (len(side), sum(len(found.versions) for found in side.values()))
-            for side in (desk.here, desk.there)
+            (sum(map(bool, listing.values())), sum(map(len, listing.values())))
+            for listing in listings
         )
         if mine != theirs and not self._open(desk.user).exists():
             raise ArtifactCountsDiffer(
                 f"A user has {mine[1]:,} versions of {mine[0]:,} artifacts on {self.read.store},"
-                f" {theirs[1]:,} of {theirs[0]:,} on {self.written.store}, although each is equal."
+                f" {theirs[1]:,} of {theirs[0]:,} on {self.written.store}, although each was equal"
+                " a moment ago."
             )
 
     def repair(self, user: str, name: Name) -> None:
@@ -275,9 +280,10 @@ class Sweep:
         """Whether a version is not what its line says, so far as this sweep has to know."""
         version = side.version(line)
         stamp = found.versions[version]
-        if stamp and stamp == side.stamp(line):
+        if side.proven(line, stamp):
             return False
-        if not (self.thorough or side.port.stamps):
+        if not self.thorough and not side.port.stamps and stamp == side.stamp(line):
+            # Perhaps edited in place: the comparison will see.
             return False
         # The stamp was read before the bytes: what changes between the two has another.
         if self._digest(desk.user, side, found.listed, version) != side.digest(line):
@@ -298,7 +304,9 @@ class Sweep:
         elif self.back:
             if rewritten and not self.thorough:
                 changes = self._thoroughly(desk, name, lines)
-            if changes.at_written and not self._accepted(desk, name):
+            # Of a name that is gone at the source nothing is there to be lost.
+            late = changes.at_written and name in desk.there
+            if late and not self._accepted(desk, name):
                 self._report_late(desk, name)
                 return True
             if changes.at_written or rewritten:
@@ -410,7 +418,13 @@ class Sweep:
                 if self._digest(desk.user, self.written, there.listed, number) == self.read.digest(
                     line
                 ):
-                    self._record(line, self.written, number, self.read.digest(line), "")
+                    self._record(
+                        line,
+                        self.written,
+                        number,
+                        self.read.digest(line),
+                        there.versions[number],
+                    )
                     return sorted([*whole, line], key=self.read.version)
         if unknown and (len(noted) > 1 or not self.back) and self._ours(name):
             self._afresh(desk, name, lines)
@@ -529,31 +543,40 @@ class Sweep:
 
     def _name_difference(self, desk: Desk, name: Name, changes: Changes) -> None:
         """Record the first thing that is not as it should be."""
-        there = desk.there.get(name)
-        if there is None:
-            looks = Looks.LATE_WRITE if self.back else Looks.LOST
-            return self._report(desk, name, f"not on the {self.written.name}", looks)
+        if changes.new and self._open(desk.user, name).filter(part="value").exists():
+            # Named by the copying already: the written side can't hold it.
+            return
+        text, looks = self._first(desk.there.get(name) is None, changes)
+        if looks is Looks.LATE_WRITE:
+            self._report_late(desk, name)
+        else:
+            self._report(desk, name, text, looks)
+
+    def _first(self, missing: bool, changes: Changes) -> tuple[str, Looks]:
+        """Say what comes first, and what it looks like; numbers are the source's where it has one.
+
+        On the way back what stands otherwise at the closed source came in late.
+        """
+        if missing:
+            text = f"not on the {self.written.name}"
+            return text, Looks.NOT_CARRIED if self.back else Looks.LOST
+        if self.back and changes.at_written:
+            return "", Looks.LATE_WRITE
         if changes.new:
-            text = f"version {changes.new[0]} was written after the copy"
-            looks = Looks.NOT_CARRIED if self.back else Looks.FENCE_LEAK
-            return self._report(desk, name, text, looks)
-        if changes.lost:
-            text = f"version {self.read.version(changes.lost[0])} is gone there"
-            return self._report(desk, name, f"{self.read.name}: {text}", Looks.STALE_ARTIFACT)
-        if changes.edited:
-            text = f"version {self.read.version(changes.edited[0])} was edited after the copy"
-            return self._report(desk, name, f"{self.read.name}: {text}", Looks.STALE_ARTIFACT)
-        if self.back:
-            return self._report_late(desk, name)
+            text = f"version {changes.new[0]} was written after its copy"
+            return text, Looks.NOT_CARRIED if self.back else Looks.FENCE_LEAK
+        if changes.lost or changes.edited:
+            line = (*changes.lost, *changes.edited)[0]
+            what = "deleted" if changes.lost else "edited"
+            text = f"version {self.read.version(line)} was {what} on the {self.read.name}"
+            return f"{text} after its copy", Looks.STALE_ARTIFACT
         if changes.altered:
-            line = changes.altered[0]
-            text = f"version {line.source_version} is another one there"
-            return self._report(desk, name, text, Looks.STALE_ARTIFACT)
+            text = f"version {changes.altered[0].source_version} is another one on the target"
+            return text, Looks.STALE_ARTIFACT
         if changes.gone:
-            text = f"version {changes.gone[0].source_version} is not there"
-            return self._report(desk, name, text, Looks.STALE_ARTIFACT)
-        text = f"version {changes.extra[0]} there is none of the source"
-        return self._report(desk, name, text, Looks.WRITTEN_ON_TARGET)
+            text = f"version {changes.gone[0].source_version} is not on the target"
+            return text, Looks.STALE_ARTIFACT
+        return f"version {changes.extra[0]} of the target is nobody's copy", Looks.WRITTEN_ON_TARGET
 
     def _refused(self, desk: Desk, name: Name, text: str) -> None:
         self._report(desk, name, text, Looks.CANNOT_HOLD, part="value")

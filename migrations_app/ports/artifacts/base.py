@@ -8,7 +8,8 @@ from typing import Protocol
 from migrations_app.ports.artifacts.content import Content, Name
 from migrations_app.ports.base import StoreRefused
 
-# Version -> stamp, ascending. Equal stamps mean an unchanged version; "" proves nothing.
+# Version -> stamp, ascending. Another stamp means that it may be another version. Equal ones mean
+# the same only where `ArtifactStore.stamps` says so; "" says nothing.
 Versions = dict[int, str]
 Listing = dict[Name, Versions]
 
@@ -43,7 +44,8 @@ class ArtifactStore(Protocol):
 
     # "" where anybody can look; else what a person should know, such as that it is in memory.
     caveat: str
-    # Whether stamps prove anything. Where not, versions are compared by their bytes each time.
+    # Whether equal stamps prove a version unchanged. Where not, an edit in place keeps its stamp,
+    # and a comparison looks at the bytes each time.
     stamps: bool
 
     @property

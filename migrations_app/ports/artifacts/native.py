@@ -184,7 +184,10 @@ class MemoryStore(ServiceStore):
     def listing(self, user_id: str) -> Listing:
         """Return everything that is kept of the user."""
         return {
-            name: dict.fromkeys(range(len(entries)), "")
+            name: {
+                number: repr(entry.artifact_version.create_time)
+                for number, entry in enumerate(entries)
+            }
             for user, name, entries in self._entries()
             if user == user_id
         }

@@ -104,8 +104,9 @@ class ServiceStore:
         return content(part, custom, spelled=name.name)
 
     def stamp(self, user_id: str, name: Name, version: int) -> str:
-        """Return none: nothing but its bytes proves a version unchanged."""
-        return ""
+        """Return when the version was made: a name that was deleted and saved anew has others."""
+        at = self._at(user_id, name)
+        return _made(self.call(self.service.get_artifact_version(**at, version=version)))
 
     def refusal(self, user_id: str, name: Name, kept: Content | None) -> str:
         """Return "": what it refuses shows when it is saved."""
@@ -172,8 +173,12 @@ class ServiceStore:
             return []
 
     def _versions(self, user_id: str, name: Name) -> Versions:
-        versions = self.call(self.service.list_versions(**self._at(user_id, name)))
-        return dict.fromkeys(sorted(versions), "")
+        at = self._at(user_id, name)
+        try:
+            about = self.call(self.service.list_artifact_versions(**at))
+        except ArtifactsRefused:
+            return dict.fromkeys(sorted(self.call(self.service.list_versions(**at))), "")
+        return {one.version: _made(one) for one in sorted(about, key=lambda one: one.version)}
 
 
 class GcsStore(ServiceStore):
@@ -255,6 +260,10 @@ class GcsStore(ServiceStore):
             return await asyncio.to_thread(lambda: list(walk()))
 
         return self.call(walked())
+
+
+def _made(about: Any) -> str:
+    return repr(about.create_time) if about is not None else ""
 
 
 def _generation(blob: Any) -> str:
