@@ -31,6 +31,7 @@ from tenants.api import (
     Moment,
     NotFound,
     OpsIn,
+    OpsStoreOut,
     PageOut,
     Reason,
     Slug,
@@ -38,12 +39,14 @@ from tenants.api import (
     missing,
     page,
     require,
+    store_out,
 )
 from tenants.domain.roles import Role
 from tenants.models import Cell, Store, Tenant
 
 router = Router(tags=["moves"])
 restored_router = Router(tags=["restored"])
+stores_router = Router(tags=["stores"])
 
 REFUSALS = {403: Error, 404: Error, 409: Error, 422: Error}
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
@@ -678,3 +681,24 @@ def _restored(after: int = 0) -> dict[str, Any]:
         "findings": part["items"],
         "next": part["next"],
     }
+
+
+class ServicesIn(OpsIn):
+    # "env:NAME" or "file:/path", never an address itself. "": none.
+    artifacts_from: str
+    memory_from: str
+    reason: Reason
+
+
+@stores_router.post("/{slug:key}/services", response={200: OpsStoreOut, **REFUSALS})
+def set_store_services(request: HttpRequest, key: str, body: ServicesIn) -> dict[str, Any]:
+    """Say where the artifact and memory services beside a store's sessions are (admin)."""
+    store = services.set_store_services(
+        find(Store, "store", key=key),
+        artifacts_from=body.artifacts_from,
+        memory_from=body.memory_from,
+        by=require(request, Role.ADMIN).name,
+        reason=body.reason,
+        now=database_now(),
+    )
+    return store_out(store)

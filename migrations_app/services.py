@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import IntegrityError, transaction
-from django.db.models import F
+from django.db.models import F, Q
 
 from durable.errors import Refused
 from migrations_app import queries
@@ -328,6 +328,38 @@ def accept(
         late.update(**said, repair_requested_at=now, repair_requested_by=by)
         row.mismatches.filter(pk__in=[m.pk for m in found]).update(**said)
     return len(found)
+
+
+@transaction.atomic
+def set_store_services(
+    store: Store,
+    *,
+    artifacts_from: str,
+    memory_from: str,
+    by: str,
+    reason: str,
+    now: datetime,
+) -> Store:
+    """Say where a store's artifact and memory services are ("" for none); return the store.
+
+    A move told both sides' places apart when it began, so none may be under way with this store.
+    Raises NotNow, NotAReference.
+    """
+    _require(reason)
+    sides = Q(source_store=store) | Q(target_store=store)
+    if move := TenantMigration.objects.filter(sides).exclude(phase__in=ENDED).first():
+        raise NotNow(
+            f"{move} of {move.tenant} goes by what {store} names now. Wait until it has ended, or"
+            " abort it."
+        )
+    return tenants.set_store_services(
+        store,
+        artifacts_from=artifacts_from,
+        memory_from=memory_from,
+        by=by,
+        reason=reason,
+        now=now,
+    )
 
 
 def reconcile_users(

@@ -24,7 +24,7 @@ from ninja.security import APIKeyCookie, HttpBearer
 
 from durable.clock import database_now
 from durable.errors import Refused
-from migrations_app.api import restored_router
+from migrations_app.api import restored_router, stores_router
 from migrations_app.api import router as moves_router
 from migrations_app.api_channels import router as channels_router
 from tenants import queries, services
@@ -196,6 +196,7 @@ api.add_router("/placement", placement_router, auth=GatewayToken())
 operators = [OperatorToken(), SignedIn()]
 api.add_router("/ops/moves", moves_router, auth=operators)
 api.add_router("/ops/restored", restored_router, auth=operators)
+api.add_router("/ops/stores", stores_router, auth=operators)
 api.add_router("/ops", channels_router, auth=operators)
 api.add_router("/ops", ops_router, auth=operators)
 

@@ -454,6 +454,9 @@ class OpsStoreIn(OpsIn):
     kind: str
     # "env:NAME" or "file:/path", never the address itself.
     address_from: str
+    # The same, of google-adk's artifact and memory services beside the sessions. "": none.
+    artifacts_from: str = ""
+    memory_from: str = ""
 
 
 class OpsStoreOut(Schema):
@@ -461,6 +464,8 @@ class OpsStoreOut(Schema):
     region: str
     kind: str
     address_from: str
+    artifacts_from: str
+    memory_from: str
     # Null: never surveyed.
     surveyed_at: datetime | None
 
@@ -614,7 +619,7 @@ def set_cell_url(request: HttpRequest, slug: str, body: UrlIn) -> dict[str, Any]
 @ops_router.get("/stores", response=PageOut[OpsStoreOut])
 def stores(request: HttpRequest, after: Text = "") -> dict[str, Any]:
     """List stores. Their addresses are references; the addresses themselves are nowhere here."""
-    return page(Store.objects.select_related("region"), "key", after, _store)
+    return page(Store.objects.select_related("region"), "key", after, store_out)
 
 
 @ops_router.post("/stores", response={201: OpsStoreOut, 403: Error, 404: Error, 409: Error})
@@ -625,10 +630,12 @@ def add_store(request: HttpRequest, body: OpsStoreIn) -> Status[dict[str, Any]]:
         region=find(Region, "region", slug=body.region),
         kind=body.kind,
         address_from=body.address_from,
+        artifacts_from=body.artifacts_from,
+        memory_from=body.memory_from,
         by=require(request, Role.ADMIN).name,
         now=database_now(),
     )
-    return _made(_store(store))
+    return _made(store_out(store))
 
 
 @ops_router.get("/tenants", response=PageOut[TenantOut])
@@ -820,12 +827,15 @@ def _cell(row: Cell) -> dict[str, Any]:
     }
 
 
-def _store(row: Store) -> dict[str, Any]:
+def store_out(row: Store) -> dict[str, Any]:
+    """Return a store as `OpsStoreOut` has it."""
     return {
         "key": row.key,
         "region": row.region.slug,
         "kind": row.kind,
         "address_from": row.address_from,
+        "artifacts_from": row.artifacts_from,
+        "memory_from": row.memory_from,
         "surveyed_at": row.surveyed_at,
     }
 

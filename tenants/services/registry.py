@@ -138,23 +138,74 @@ def set_cell_url(cell: Cell, *, url: str, by: str, reason: str = "", now: dateti
 
 @transaction.atomic
 def add_store(
-    key: str, *, region: Region, kind: str, address_from: str, by: str, now: datetime
+    key: str,
+    *,
+    region: Region,
+    kind: str,
+    address_from: str,
+    artifacts_from: str = "",
+    memory_from: str = "",
+    by: str,
+    now: datetime,
 ) -> Store:
     """Register a store of sessions by reference and return it; nothing is opened yet.
 
     `address_from` is "env:NAME" or "file:/path": the address holds a password and is never
-    kept. Raises BadSlug, UnknownStoreKind, NotAReference, SlugTaken.
+    kept. So are, or "" for none, the artifact service and the memory service beside the sessions.
+    Raises BadSlug, UnknownStoreKind, NotAReference, SlugTaken.
     """
     names.check_slug(key, what="store")
     names.check_kind(kind)
     names.check_address_from(address_from)
+    beside = _beside(artifacts_from, memory_from)
     store = insert(
-        Store(key=key, region=region, kind=kind, address_from=address_from),
+        Store(key=key, region=region, kind=kind, address_from=address_from, **beside),
         SlugTaken(taken("store", key)),
     )
-    after = {"region": region.slug, "kind": kind, "address_from": address_from}
+    after = {"region": region.slug, "kind": kind, "address_from": address_from, **beside}
     audit(who=by, verb="store.add", subject=f"store {key}", after=after, now=now)
     return store
+
+
+@transaction.atomic
+def set_store_services(
+    store: Store,
+    *,
+    artifacts_from: str,
+    memory_from: str,
+    by: str,
+    reason: str = "",
+    now: datetime,
+) -> Store:
+    """Say where the artifact and memory services beside a store are ("" for none); return it.
+
+    Whoever calls this makes sure that no move goes by what stood there. Raises NotAReference.
+    """
+    beside = _beside(artifacts_from, memory_from)
+    locked = Store.objects.select_for_update().get(pk=store.pk)
+    before = {name: getattr(locked, name) for name in beside}
+    Store.objects.filter(pk=locked.pk).update(**beside)
+    subject = f"store {locked.key}"
+    audit(
+        who=by,
+        verb="store.set_services",
+        subject=subject,
+        reason=reason,
+        before=before,
+        after=beside,
+        now=now,
+    )
+    locked.refresh_from_db()
+    return locked
+
+
+def _beside(artifacts_from: str, memory_from: str) -> dict[str, str]:
+    """Return a store's further services as columns. Raises NotAReference."""
+    beside = {"artifacts_from": artifacts_from, "memory_from": memory_from}
+    for reference in beside.values():
+        if reference:
+            names.check_address_from(reference)
+    return beside
 
 
 def note_survey(store: Store, survey: Mapping[str, Any], *, now: datetime) -> None:

@@ -606,35 +606,31 @@ def test_a_kill_at_any_call_loses_nothing_and_doubles_nothing(
     at, done = 0, False
     while not done:
         at += 1
-        user = f"u-{at}"
-        if source == "plain" or target == "plain":
-            with move.sessions.connection() as connection:
-                move.sessions.add_session(connection, APP, user, "s", 1)
         for text in ("one", "two"):
-            move.source.save(user, "s", "r", text)
-        move.source.save(user, "", "user:gone", "gone")
-        move.source.save(user, "s", "anew", "old")
+            move.source.save("u-0", "s-0", "r", text)
+        move.source.save("u-0", "", "user:gone", "gone")
+        move.source.save("u-0", "s-0", "anew", "old")
         move.copy()
-        move.source.save(user, "s", "r", "three")
-        move.source.delete(user, "", "user:gone")
-        move.source.delete(user, "s", "anew")
-        move.source.save(user, "s", "anew", "new 0")
-        move.source.save(user, "s", "anew", "new 1")
+        move.source.save("u-0", "s-0", "r", "three")
+        move.source.delete("u-0", "", "user:gone")
+        move.source.delete("u-0", "s-0", "anew")
+        move.source.save("u-0", "s-0", "anew", "new 0")
+        move.source.save("u-0", "s-0", "anew", "new 1")
         fragile.calls, fragile.at = 0, at
         with suppress(Killed):
             move.copy()
         done, fragile.at = fragile.calls < at, None
         move.copy()
         assert move.verify() == [], f"killed at call {at}"
-        assert [move.target.text(user, "s", "r", number) for number in range(3)] == [
+        assert [move.target.text("u-0", "s-0", "r", number) for number in range(3)] == [
             "one",
             "two",
             "three",
         ]
-        assert move.target.versions(user, "s", "anew") == [0, 1]
-        assert move.target.names(user) == []
+        assert move.target.versions("u-0", "s-0", "anew") == [0, 1]
+        assert move.target.names("u-0") == []
         for name in ("r", "anew"):
-            move.source.delete(user, "s", name)
+            move.source.delete("u-0", "s-0", name)
         move.copy()
         assert len(move.lines()) == 1
     assert at > 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -50,6 +50,12 @@ def writes(instance: RuntimeInstance) -> dict[str, dict[str, Any]]:
             "region": "eu1",
             "kind": "adk-sql",
             "address_from": "env:STORE_C",
+            "artifacts_from": "env:ARTIFACTS_C",
+        },
+        "stores/store-eu1-b/services": {
+            "artifacts_from": "file:/run/secrets/artifacts",
+            "memory_from": "env:MEMORY_B",
+            "reason": "agents keep files",
         },
         "tenants": {
             "slug": "dune",
@@ -65,6 +71,7 @@ def writes(instance: RuntimeInstance) -> dict[str, dict[str, Any]]:
 
 ADMINS_ONLY = {"regions", "cells", "cells/cell-eu1-a/quota", "cells/cell-eu1-a/url"} | {
     "stores",
+    "stores/store-eu1-b/services",
     "tenants",
     "tokens",
 }
@@ -212,6 +219,35 @@ def test_a_pasted_address_is_refused_without_being_repeated(cast: make.Cast, adm
     answer = admin.post("/ops/stores", body)
     assert shape(answer) == (409, "not_a_reference")
     assert b"hunter2" not in answer.content
+
+
+@pytest.mark.parametrize("column", ["artifacts_from", "memory_from"])
+def test_a_pasted_address_of_another_service_is_refused_too(
+    cast: make.Cast, admin: Any, column: str
+) -> None:
+    body = {"artifacts_from": "", "memory_from": "", "reason": "agents keep files"}
+    answer = admin.post(
+        "/ops/stores/store-eu1-a/services", body | {column: "gs://mover:hunter2@bucket"}
+    )
+    assert shape(answer) == (409, "not_a_reference")
+    assert b"hunter2" not in answer.content
+
+
+def test_what_is_beside_a_store_is_said_and_forgotten_again_but_not_under_a_move(
+    cast: make.Cast, admin: Any, now: datetime
+) -> None:
+    path = "/ops/stores/store-eu1-a/services"
+    beside = {"artifacts_from": "env:ARTIFACTS_A", "memory_from": "env:MEMORY_A"}
+    said = admin.post(path, beside | {"reason": "agents keep files"}).json()
+    assert {name: said[name] for name in beside} == beside
+    line = AuditEntry.objects.get(verb="store.set_services")
+    assert (line.before["artifacts_from"], line.after["artifacts_from"]) == ("", "env:ARTIFACTS_A")
+    none = {"artifacts_from": "", "memory_from": "", "reason": "they do not any more"}
+    move = make.move(cast.acme, cast=cast, now=now)
+    assert shape(admin.post(path, none)) == (409, "not_now")
+    move.due_at, move.phase = None, "done"
+    move.save()
+    assert admin.post(path, none).json()["artifacts_from"] == ""
 
 
 def test_an_instance_is_declared_dead_by_two_people_whatever_tokens_they_have(
