@@ -371,6 +371,12 @@ class SessionStore(Protocol):
         there is none.
         """
 
+    def disown(self) -> None:
+        """Take the guard row away, where it is this claim's: of a rehearsal, which leaves nothing.
+
+        Last: whoever finds no row knows that there is nothing else either.
+        """
+
     def older_writers(self) -> list[str]:
         """Transactions open now, which may be older than the guard row. Opaque tokens.
 

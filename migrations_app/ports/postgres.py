@@ -25,7 +25,7 @@ from migrations_app.ports.base import (
 )
 from migrations_app.ports.bites import in_bites
 from migrations_app.ports.postgres_guard import PostgresGuard
-from migrations_app.ports.postgres_link import BY_INDEX, SNAPSHOT, WHOLE, key_params
+from migrations_app.ports.postgres_link import BY_INDEX, SHORT, SNAPSHOT, WHOLE, key_params
 
 # A page of so many sessions is long: it is read in another way.
 MANY = 10_000
@@ -443,6 +443,12 @@ class PostgresStore(PostgresGuard):
 
         return self.attempt(work) if user_ids else 0
 
+    def drop_states(self) -> None:
+        """Delete every row of state that a service has left under this app's name."""
+        with self.transaction(SHORT):
+            self.run("DELETE FROM {user_states} WHERE app_name = %(app)s")
+            self.run("DELETE FROM {app_states} WHERE app_name = %(app)s")
+
     # --- rows for a store of another kind ------------------------------------------------
 
     def snapshot(self) -> AbstractContextManager[None]:
@@ -539,17 +545,25 @@ class PostgresStore(PostgresGuard):
 
     # --- copying -------------------------------------------------------------------------
 
-    def stream(self, table: str, keys: Sequence[Key]) -> Iterator[bytes | bytearray | memoryview]:
-        """Yield the binary COPY of these sessions' rows, inside the caller's snapshot."""
+    def stream(
+        self, table: str, keys: Sequence[Key], *, into: str
+    ) -> Iterator[bytes | bytearray | memoryview]:
+        """Yield the binary COPY of these sessions' rows, inside the caller's snapshot.
+
+        `into` is the app's name there: the tenant's own, or a rehearsal's.
+        """
         name = "id" if table == "sessions" else "session_id"
-        columns = sql.SQL(", ").join(sql.Identifier("r", name) for name in self.columns()[table])
+        columns = sql.SQL(", ").join(
+            sql.SQL("%(into)s::text") if name == "app_name" else sql.Identifier("r", name)
+            for name in self.columns()[table]
+        )
         statement = self.fill(
             f"COPY (SELECT {{columns}} FROM {_KEYS} CROSS JOIN LATERAL (SELECT * FROM {{{table}}}"
             f" WHERE app_name = %(app)s AND user_id = k.u AND {name} = k.i OFFSET 0) r)"
             " TO STDOUT (FORMAT binary)",
             columns=columns,
         )
-        params = {"app": self.app_name, **key_params(keys)}
+        params = {"app": self.app_name, "into": into, **key_params(keys)}
         with (
             self.clean(),
             self.connection.cursor() as cursor,
@@ -615,7 +629,7 @@ def _pipe(source: PostgresStore, target: PostgresStore, table: str, keys: Sequen
     with target.clean(), target.connection.cursor() as cursor, cursor.copy(statement) as into:
         # psycopg hands out a row at a time; fewer, larger writes save a tenth of the time.
         block = bytearray()
-        for data in source.stream(table, keys):
+        for data in source.stream(table, keys, into=target.app_name):
             block += data
             if len(block) >= BLOCK_BYTES:
                 into.write(bytes(block))

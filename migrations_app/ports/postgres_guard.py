@@ -251,6 +251,14 @@ class PostgresGuard(PostgresLink):
 
         self._patiently(put)
 
+    def disown(self) -> None:
+        """Take the guard row away, where it is this claim's."""
+        with self.transaction(SHORT):
+            self.run(
+                "DELETE FROM {guard} WHERE app_name = %(app)s AND move = %(move)s"
+                " AND claim = %(claim)s"
+            )
+
     def _patiently(self, change: Callable[[], None]) -> None:
         """Change the guard row among busy writers without making anybody wait long.
 

@@ -189,6 +189,27 @@ class ServiceGuard(ServiceLink):
         self._change(mine)
         self._holds = mover
 
+    def disown(self) -> None:
+        """Take the guard away, where it is this claim's, and before it what no call deletes.
+
+        A service's calls null keys of shared state and leave its rows; where a database of a
+        known kind is beneath, they go there.
+        """
+        self.run(self.check())
+        if (beneath := self._beneath()) is not None:
+            try:
+                beneath.drop_states()
+            finally:
+                beneath.close()
+
+        async def end() -> None:
+            # The row that counts goes last.
+            for number, _ in await self._rows(self.app_name):
+                await self.drop(OURS, f"{OURS}-guard-{number}")
+
+        self.run(end())
+        self._holds = False
+
     def _fresh(self, row: Row | None, mover: bool, agents: bool) -> Row:
         """Return the row of this claim, once nobody of an earlier one can write any more."""
         mine = row is not None and (row.move, row.claim) == (self.move, self.claim)

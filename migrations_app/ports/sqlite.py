@@ -108,7 +108,7 @@ class SqliteStore(SqliteGuard):
         for bite in self.bites(list(keys)):
             self.choose(bite)
             with self.snapshot():
-                stamps = self.chosen_stamps("main")
+                stamps = self.chosen_stamps("main", self.app_name)
                 states = {
                     Key(row[0], row[1]): _hash_row(row[2:]).hex()
                     for row in self.rows(
@@ -394,17 +394,26 @@ class SqliteStore(SqliteGuard):
                 ).rowcount
         return max(gone, 0)
 
+    def drop_states(self) -> None:
+        """Delete every row of state that a service has left under this app's name."""
+        with self.short():
+            for table in ("user_states", "app_states"):
+                self.connection.execute(f"DELETE FROM {table} WHERE app_name = ?", (self.app_name,))
+
     def read_stamps(self, keys: Iterable[Key]) -> dict[Key, Stamp]:
         """Read stamps inside the caller's transaction, if there is one."""
         self.choose(keys)
-        return self.chosen_stamps("main")
+        return self.chosen_stamps("main", self.app_name)
 
-    def chosen_stamps(self, database: str) -> dict[Key, Stamp]:
-        """Read the stamps of temp.keys; `database` is main, or source where one is attached."""
+    def chosen_stamps(self, database: str, app_name: str) -> dict[Key, Stamp]:
+        """Read the stamps of temp.keys; `database` is main, or source where one is attached.
+
+        In a rehearsal the two have the tenant's sessions under different names.
+        """
         found = self.connection.execute(
             f"SELECT {_stamp_columns(database)} FROM temp.keys k CROSS JOIN {database}.sessions s"
             " ON s.app_name = ? AND s.user_id = k.u AND s.id = k.i",
-            (self.app_name,),
+            (app_name,),
         )
         return dict(_stamped(row) for row in found)
 
@@ -441,11 +450,13 @@ def copy(source: SqliteStore, target: SqliteStore, keys: Sequence[Key]) -> dict[
             for bite in source.bites(keys):
                 target.choose(bite)
                 with target.writing():
-                    before = target.chosen_stamps("source")
+                    before = target.chosen_stamps("source", source.app_name)
                     target.remove_chosen()
                     for table in ("sessions", "events"):
-                        connection.execute(_insert(source, table), (target.app_name,))
-                    after = target.chosen_stamps("main")
+                        connection.execute(
+                            _insert(source, table), (target.app_name, source.app_name)
+                        )
+                    after = target.chosen_stamps("main", target.app_name)
                 for key, stamp in before.items():
                     copied[key] = Copied(stamp, after[key])
         finally:
@@ -456,7 +467,8 @@ def copy(source: SqliteStore, target: SqliteStore, keys: Sequence[Key]) -> dict[
 def _insert(source: SqliteStore, table: str) -> str:
     names = source.columns()[table]
     listed = ", ".join(quote(name) for name in names)
-    taken = ", ".join(f"r.{quote(name)}" for name in names)
+    # The app's name is given apart: a rehearsal writes under one of its own.
+    taken = ", ".join("?" if name == "app_name" else f"r.{quote(name)}" for name in names)
     name = "id" if table == "sessions" else "session_id"
     # Events whose session is gone would break the target's foreign key.
     whole = (

@@ -143,6 +143,14 @@ class SqliteGuard(SqliteLink):
             if not done:
                 refuse(self.guard(), where=self.where, move=self.move, adopting=False)
 
+    def disown(self) -> None:
+        """Take the guard row away, where it is this claim's."""
+        with self.short():
+            self.connection.execute(
+                "DELETE FROM switchyard_guard WHERE app_name = ? AND move = ? AND claim = ?",
+                (self.app_name, self.move, self.claim),
+            )
+
     def older_writers(self) -> list[str]:
         """Return nothing: SQLite's one writer can't write on an older snapshot than the guard."""
         return []

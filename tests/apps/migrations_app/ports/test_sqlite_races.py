@@ -214,10 +214,10 @@ def test_a_copy_keeps_no_agent_of_a_wal_source_waiting(live: Place, target: Plac
         there.connection.execute("ATTACH ? AS source", (f"file:{live.path}",))
         there.choose([S0])
         with there.writing():
-            assert set(there.chosen_stamps("source")) == {S0}
+            assert set(there.chosen_stamps("source", ACME)) == {S0}
             places.put_event(agent, ACME, *S0, "meanwhile", second=30)
             # One snapshot for the whole bite.
-            assert there.chosen_stamps("source")[S0].split("/")[1] == "3"
+            assert there.chosen_stamps("source", ACME)[S0].split("/")[1] == "3"
 
 
 def test_memory_does_not_grow_with_the_tenant(live: Place, target: Place) -> None:
