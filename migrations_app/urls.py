@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.urls import path
 
-from migrations_app import views
+from migrations_app import views, views_channels
 
 MOVE = "moves/mv-<int:pk>"
 
@@ -20,6 +20,15 @@ urlpatterns = [
     path(f"{MOVE}/progress/", views.progress, name="progress"),
     path(f"{MOVE}/fence/", views.fence, name="fence"),
     path(f"{MOVE}/instances/", views.instances, name="instances"),
+    path(f"{MOVE}/split/", views.split, name="split"),
+    path(f"{MOVE}/channels/", views.channels, name="channels"),
+    path(
+        f"{MOVE}/channels/<int:row>/<str:step>/",
+        views_channels.check_channel,
+        name="check_channel",
+    ),
+    path(f"{MOVE}/artifacts/", views.artifacts, name="artifacts"),
+    path(f"{MOVE}/references.csv", views.references, name="references"),
     path(f"{MOVE}/checks/", views.checks, name="checks"),
     path(f"{MOVE}/mismatches/", views.mismatches, name="mismatches"),
     path(f"{MOVE}/mismatches/<int:mismatch_pk>/", views.mismatch, name="mismatch"),
@@ -43,6 +52,10 @@ urlpatterns = [
     path(f"{MOVE}/recopy/", views.recopy, name="recopy"),
     path(f"{MOVE}/reconcile/", views.reconcile_users, name="reconcile_users"),
     path(f"{MOVE}/accept/", views.accept, name="accept"),
+    path("channels/", views_channels.side_channels, name="side_channels"),
+    path("channels/new/", views_channels.new_channel, name="new_channel"),
+    path("channels/<int:channel>/", views_channels.edit_channel, name="edit_channel"),
+    path("channels/<int:channel>/remove/", views_channels.remove_channel, name="remove_channel"),
     path("restored/", views.restored_page, name="restored"),
     path("restored/start/", views.start_machines, name="start_machines"),
     path("restored/<slug:slug>/settle/", views.settle, name="settle"),

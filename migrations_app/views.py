@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -31,12 +32,15 @@ from migrations_app.domain.phases import Phase
 from migrations_app.domain.verbs import words
 from migrations_app.dry_run import dry_run, paced
 from migrations_app.models import Mismatch, RestoreFinding, TenantMigration
+from migrations_app.panels import artifacts as artifacts_panel
+from migrations_app.panels import channels as channels_panel
 from migrations_app.panels import dialogs, lists, rows
 from migrations_app.panels import diff as diff_panel
 from migrations_app.panels import fence as fence_panel
 from migrations_app.panels import head as head_panel
 from migrations_app.panels import mismatches as mismatch_panel
 from migrations_app.panels import progress as progress_panel
+from migrations_app.panels import split as split_panel
 from migrations_app.panels.lists import MovesFilter
 from migrations_app.panels.mismatches import MismatchFilter
 from migrations_app.panels.seen import Seen
@@ -58,7 +62,7 @@ def _fence(seen: Seen, now: datetime) -> fence_panel.FencePanel | None:
     # Before anything was counted or timed a quote would be a guess.
     ahead = seen.phase == Phase.BACKFILL and seen.move.passes > 0 and not seen.aborting
     closing = seen.phase == Phase.REVERSE_DRAIN and seen.move.fence_closed_at is None
-    asked = ahead or closing or seen.phase == Phase.SOAK
+    asked = ahead or closing or seen.phase == Phase.SOAK or seen.both_serve
     quote = queries.fence_quote(seen.move, now=now) if asked else None
     return fence_panel.fence(seen, quote, now=now)
 
@@ -71,6 +75,9 @@ PANELS: dict[str, Read] = {
     "progress": lambda seen, now: progress_panel.progress(seen, now=now),
     "fence": _fence,
     "instances": lambda seen, now: fence_panel.instances(seen, now=now),
+    "split": lambda seen, now: split_panel.split(seen, now=now),
+    "channels": lambda seen, now: channels_panel.channels(seen, now=now),
+    "artifacts": lambda seen, now: artifacts_panel.artifacts(seen, artifacts_panel.Pages()),
     "checks": lambda seen, now: rows.checks(seen),
     "mismatches": lambda seen, now: mismatch_panel.mismatches(seen, MismatchFilter()),
     "log": lambda seen, now: rows.log(seen),
@@ -87,15 +94,17 @@ def _version(seen: Seen, panel: Any) -> str:
 
 
 def _read(request: HttpRequest, name: str, seen: Seen, now: datetime) -> Any:
-    """Read a panel. The one table with a filter keeps it: from the address, or from its form."""
+    """Read a panel. Tables with a filter or pages keep them: from the address, or their form."""
+    given = request.POST if request.method == "POST" else request.GET
     if name == "mismatches":
-        given = request.POST if request.method == "POST" else request.GET
         return mismatch_panel.mismatches(seen, mismatch_panel.wanted(given))
+    if name == "artifacts":
+        return artifacts_panel.artifacts(seen, artifacts_panel.wanted(given))
     return PANELS[name](seen, now)
 
 
 def _panel(request: HttpRequest, pk: int, name: str, **more: Any) -> HttpResponse:
-    now, seen = database_now(), _seen(pk)
+    now, seen = database_now(), read_seen(pk)
     panel = _read(request, name, seen, now)
     return fragment(
         request,
@@ -123,7 +132,7 @@ def _page(request: HttpRequest, seen: Seen, *, refused: str = "") -> HttpRespons
     return render(request, "migrations_app/move.html", context, status=409 if refused else 200)
 
 
-def _seen(pk: int) -> Seen:
+def read_seen(pk: int) -> Seen:
     seen = read_move(pk)
     if seen is None:
         raise Http404(f"There is no move mv-{pk}.")
@@ -134,7 +143,7 @@ def _seen(pk: int) -> Seen:
 @access(Role.VIEWER)
 def move(request: HttpRequest, pk: int) -> HttpResponse:
     """Everything about one move."""
-    return _page(request, _seen(pk))
+    return _page(request, read_seen(pk))
 
 
 @require_safe
@@ -181,6 +190,54 @@ def instances(request: HttpRequest, pk: int) -> HttpResponse:
 
 @require_safe
 @access(Role.VIEWER)
+def split(request: HttpRequest, pk: int) -> HttpResponse:
+    """Who serves what while both cells do."""
+    return _panel(request, pk, "split")
+
+
+@require_safe
+@access(Role.VIEWER)
+def channels(request: HttpRequest, pk: int) -> HttpResponse:
+    """Memory and side channels."""
+    return _panel(request, pk, "channels")
+
+
+@require_safe
+@access(Role.VIEWER)
+def artifacts(request: HttpRequest, pk: int) -> HttpResponse:
+    """Artifacts: how much, whose numbers changed, and what names the old ones."""
+    return _panel(request, pk, "artifacts")
+
+
+@require_safe
+@access(Role.VIEWER)
+def references(request: HttpRequest, pk: int) -> HttpResponseBase:
+    """Every place that names a renumbered version, as a file for whoever mends them."""
+    move = read_seen(pk).move
+    return StreamingHttpResponse(
+        _csv(artifacts_panel.reference_rows(move)),
+        content_type="text/csv; charset=utf-8",
+        headers={
+            "Content-Disposition": f'attachment; filename="{move}-references.csv"',
+            "Cache-Control": "no-store",
+        },
+    )
+
+
+class _Line:
+    """What csv.writer writes to: each row is given back at once."""
+
+    def write(self, text: str) -> str:
+        return text
+
+
+def _csv(rows: Iterable[Sequence[object]]) -> Iterable[str]:
+    writer = csv.writer(_Line())
+    return (writer.writerow(row) for row in rows)
+
+
+@require_safe
+@access(Role.VIEWER)
 def checks(request: HttpRequest, pk: int) -> HttpResponse:
     """What PREPARE looked at."""
     return _panel(request, pk, "checks")
@@ -211,7 +268,7 @@ def samples(request: HttpRequest, pk: int) -> HttpResponse:
 @access(Role.VIEWER)
 def changed_figure(request: HttpRequest, pk: int) -> HttpResponse:
     """The chart "changed sessions while copying"."""
-    seen = _seen(pk)
+    seen = read_seen(pk)
     return JsonResponse(figures.changed(seen, rows.samples(seen.move)))
 
 
@@ -229,7 +286,7 @@ def _ask(request: HttpRequest, pk: int, verb: str, call: Callable[..., Any]) -> 
 
     htmx gets the dialog's form; without JavaScript the same form is a page of its own.
     """
-    seen, refused = _seen(pk), ""
+    seen, refused = read_seen(pk), ""
     if request.method == "POST":
         try:
             call(
@@ -240,14 +297,14 @@ def _ask(request: HttpRequest, pk: int, verb: str, call: Callable[..., Any]) -> 
                 now=database_now(),
             )
         except Refused as refusal:
-            refused, seen = said(refusal), _seen(pk)
+            refused, seen = said(refusal), read_seen(pk)
         else:
             return _done(request, seen.move, verb)
     now = database_now()
-    return _dialog(request, seen, dialogs.dialog(seen, verb, now=now), refused, now)
+    return show_dialog(request, seen, dialogs.dialog(seen, verb, now=now), refused, now)
 
 
-def _dialog(
+def show_dialog(
     request: HttpRequest,
     seen: Seen,
     dialog: dialogs.Dialog,
@@ -392,12 +449,12 @@ def _at_once(
     request: HttpRequest, pk: int, panel: str, call: Callable[[Seen], Any]
 ) -> HttpResponse:
     """Carry out an act without a dialog and draw its panel afresh; a refusal inside it."""
-    seen = _seen(pk)
+    seen = read_seen(pk)
     try:
         call(seen)
     except Refused as refusal:
         if not request.htmx:
-            return _page(request, _seen(pk), refused=said(refusal))
+            return _page(request, read_seen(pk), refused=said(refusal))
         return _panel(request, pk, panel, refused=said(refusal))
     if not request.htmx:
         return redirect("move", pk=pk)
@@ -457,7 +514,7 @@ def reconcile_users(request: HttpRequest, pk: int) -> HttpResponse:
 @access(Role.OPERATOR)
 def accept(request: HttpRequest, pk: int) -> HttpResponse:
     """Let the chosen differences stay; asks for the reason first, when none came along."""
-    seen, refused = _seen(pk), ""
+    seen, refused = read_seen(pk), ""
     chosen = _chosen(request, seen)
     if "reason" in request.POST:
         try:
@@ -470,7 +527,7 @@ def accept(request: HttpRequest, pk: int) -> HttpResponse:
                 now=database_now(),
             )
         except Refused as refusal:
-            refused, seen = said(refusal), _seen(pk)
+            refused, seen = said(refusal), read_seen(pk)
         else:
             return _done(request, seen.move, "accept")
     found = list(seen.move.mismatches.filter(pk__in=chosen, resolved_at=None, accepted_at=None))
@@ -480,7 +537,7 @@ def accept(request: HttpRequest, pk: int) -> HttpResponse:
     if not found and not refused:
         refused = "Tick the rows that may stay first. Nothing was changed."
     dialog = dialogs.accept_dialog(seen, found)
-    return _dialog(request, seen, dialog, refused, database_now(), [row.pk for row in found])
+    return show_dialog(request, seen, dialog, refused, database_now(), [row.pk for row in found])
 
 
 @require_safe
@@ -504,7 +561,7 @@ def mismatch(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponse:
 
 
 def _mismatch(pk: int, mismatch_pk: int) -> tuple[Seen, Mismatch]:
-    seen = _seen(pk)
+    seen = read_seen(pk)
     row = seen.move.mismatches.filter(pk=mismatch_pk).first()
     if row is None:
         raise Http404(f"{seen.move} has no mismatch {mismatch_pk}.")
@@ -531,7 +588,7 @@ def versions(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponseBas
 @access(Role.OPERATOR)
 def late_versions(request: HttpRequest, pk: int) -> HttpResponseBase:
     """Both versions of every late write, in one file."""
-    seen = _seen(pk)
+    seen = read_seen(pk)
     late = queries.late_writes(seen.move).iterator(chunk_size=100)
     return _file(request, seen, late, "late writes", f"{seen.move}-late-writes.json")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from django.core.paginator import Page, Paginator
@@ -93,6 +93,11 @@ FENCE_WORDS = {
     "lapsed": Status("lost", "Lost"),
     "gone": Status("kept", "Gone"),
 }
+# Of a split: an instance takes only what its side has, once turns from before have ended.
+OLDER_WORDS = FENCE_WORDS | {
+    "closed": Status("ok", "Its own only"),
+    "draining": Status("live", "Ending older turns"),
+}
 GONE_WORDS = {
     GoneWhy.LEFT: Status("kept", "Left"),
     GoneWhy.REPLACED: Status("kept", "Joined anew"),
@@ -102,11 +107,12 @@ GONE_WORDS = {
 
 
 def instance_lines(
-    cell: Cell, *, tenant: Tenant, version: int | None, now: datetime
+    cell: Cell, *, tenant: Tenant, version: int | None, now: datetime, older: bool = False
 ) -> list[InstanceLine]:
     """Return the cell's instances by name, so that rows keep their place.
 
-    `version`: the policy version that closed the tenant's fence; None while it is open.
+    `version`: the policy version that closed the tenant's fence; None while it is open. With
+    `older` it took away only part of the turns: those that began before are counted.
     """
     rows = {
         row.pk: row
@@ -123,16 +129,19 @@ def instance_lines(
         ]
     else:
         current = queries.epoch()
-        proof = queries.fence_proof(cell, tenant, version, now=now)
+        prove = queries.older_proof if older else queries.fence_proof
+        proof = prove(cell, tenant, version, now=now)
+        words = OLDER_WORDS if older else FENCE_WORDS
         lines = []
         for word in proof.instances:
             # Gone before this fence was news: the proof and this read are two statements.
             if (row := rows.get(word.id)) is None:
                 continue
-            status = FENCE_WORDS[word.state]
+            status = words[word.state]
             if word.state == "gone":
                 status = GONE_WORDS.get(GoneWhy(row.gone_why), status)
-            lines.append(_line(row, word.state, status, current, tenant))
+            line = _line(row, word.state, status, current, tenant)
+            lines.append(replace(line, in_flight=word.in_flight) if older else line)
     return sorted(lines, key=lambda line: (line.name, line.id))
 
 

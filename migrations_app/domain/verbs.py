@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from migrations_app.domain.phases import REVERSED
+from migrations_app.domain.phases import REVERSED, Phase
 
 WORDS = {
     "pause": "Pause",
@@ -21,6 +21,8 @@ WORDS = {
     "confirm_offboard": "Confirm offboard",
     "leave_behind": "Leave copy behind",
 }
+# What the same act is called while both sides of a split serve.
+IN_SPLIT = {"close_fence": "Wait no longer", "cancel_rollback": "Take back abort"}
 
 
 def words(verb: str, phase: str) -> str:
@@ -31,4 +33,4 @@ def words(verb: str, phase: str) -> str:
     """
     if verb == "abort" and phase in REVERSED:
         return "Stop rollback"
-    return WORDS[verb]
+    return IN_SPLIT.get(verb, WORDS[verb]) if phase == Phase.SPLIT else WORDS[verb]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -59,6 +60,8 @@ def dialog(seen: Seen, verb: str, *, now: datetime) -> Dialog:
 def _abort_dialog(seen: Seen, now: datetime) -> Dialog:
     if seen.going_back:
         return _stop_dialog(seen, now)
+    if seen.both_serve:
+        return _leave_split_dialog(seen, now)
     move = seen.move
     tenant, source = move.tenant, move.source_store
     if seen.fenced:
@@ -93,6 +96,41 @@ def _abort_dialog(seen: Seen, now: datetime) -> Dialog:
     )
 
 
+def _leave_split_dialog(seen: Seen, now: datetime) -> Dialog:
+    """Return the dialog of an abort that has births to carry back, and what that costs."""
+    move = seen.move
+    tenant, source, target = move.tenant, move.source_store, move.target_store
+    back = copy(move)
+    # As it would be asked for: the quote is then of the way back.
+    back.phase, back.rollback_requested_at = Phase.SPLIT, now
+    quote = queries.fence_quote(back, now=now)
+    born = "Sessions" if move.born is None else counted(move.born, "session")
+    happens = (
+        f"{born} born on {target} since the split are carried back to {source}: a fence closes"
+    )
+    happens += f" on {target}, {_refused(move, move.target_cell, now)} {source} goes on serving its"
+    happens += f" own. Then all of {tenant} is served on {source}."
+    if seen.fenced:
+        happens = f"The fence on {source} opens first, within one poll (250ms). Then: {happens}"
+    lines = [("Happens now", happens), ("Estimated fence", _estimate(quote))]
+    if quote.worst > move.budget_seconds:
+        over = f"That is over the budget of {limit(move.budget_seconds)}: the fence would not close"
+        lines.append(("First", f"{over} before it fits. Both sides serve meanwhile."))
+    lines += [
+        ("Kept", f"Every session, wherever it began. {target} keeps its copy, closed to agents."),
+        ("Thrown away", "Nothing. Shared state that both sides changed is merged key by key."),
+        ("Undo", "Take back abort, until its fence closes; then Stop rollback leads back here."),
+    ]
+    return Dialog(
+        "abort",
+        f"Abort {move} and carry {tenant}'s new sessions back to {source}?",
+        tuple(lines),
+        "Abort, carry births back",
+        "Keep both serving",
+        danger=True,
+    )
+
+
 def _copies(move: TenantMigration) -> str:
     """Return how many sessions the move wrote on the target, or may have."""
     return counted(move.stamps.count(), "session")
@@ -101,7 +139,10 @@ def _copies(move: TenantMigration) -> str:
 def _pause_dialog(seen: Seen, now: datetime) -> Dialog:
     move = seen.move
     lines = []
-    if seen.fenced:
+    if seen.both_serve and not seen.fenced:
+        happens = "Copying stops after the running chunk, and nothing closes by itself. Both sides"
+        lines.append(("Happens now", f"{happens} go on serving {move.tenant}, each its own."))
+    elif seen.fenced:
         lines.append(
             (
                 "Happens now",
@@ -152,6 +193,8 @@ def _pause_dialog(seen: Seen, now: datetime) -> Dialog:
 def _gives_up(seen: Seen) -> str:
     """Say what a move does by itself once its fence's budget is over."""
     move = seen.move
+    if seen.both_serve:
+        return f"It then opens {seen.opens} again by itself, and both sides serve as before."
     if seen.going_back:
         return f"The rollback then stops by itself and reopens on {move.target_store}."
     return f"The move then aborts by itself and reopens on {move.source_store}."
@@ -175,7 +218,76 @@ def _estimate(quote: Quote) -> str:
     return f"{duration(quote.expected)}, at worst {duration(quote.worst)}: {parts}."
 
 
+def _wait_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    quiet = "A session there has just changed."
+    if move.quiet_since is not None:
+        so_far = elapsed((now - move.quiet_since).total_seconds())
+        quiet = f"None has changed there for {so_far}, of {limit(move.idle_seconds)} wanted."
+    happens = f"Once its quote fits, the fence closes on {move.source_store}:"
+    happens += f" {_refused(move, move.source_cell, now)} {move.target_store} goes on serving what"
+    happens += " was born there."
+    return Dialog(
+        "close_fence",
+        f"Wait no longer for {move.source_store} to be idle?",
+        (
+            ("Happens now", happens),
+            ("So far", quiet),
+            ("Estimated fence", _estimate(queries.fence_quote(move, now=now))),
+            (
+                "Stops itself",
+                f"Past its budget of {limit(move.budget_seconds)} {move.source_store} opens again,"
+                " and both sides serve as before.",
+            ),
+            ("Kept", f"Every session on {move.source_store}, closed and whole through SOAK."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Abort, at any time before TARGET: what was born is carried back."),
+        ),
+        "Wait no longer, close fence",
+        "Keep waiting",
+    )
+
+
+def _split_dialog(seen: Seen, now: datetime) -> Dialog:
+    move = seen.move
+    happens = (
+        f"One more pass, if the last is not fresh. Then {move.source_cell} takes only sessions"
+    )
+    happens += f" that {move.source_store} has; new ones get retry-after until turns that run now"
+    happens += f" have ended, {limit(move.drain_bound_seconds)} at most. Then they begin on"
+    happens += f" {move.target_store}, in {move.target_cell}."
+    if move.fence_not_before is not None and move.fence_not_before > now:
+        happens += f" Not before {clock(move.fence_not_before, now)}, as this move was started."
+    return Dialog(
+        "close_fence",
+        f"Let {move.tenant}'s new sessions begin on {move.target_store}?",
+        (
+            ("Happens now", happens),
+            (
+                "Happens then",
+                f"Known sessions stay on {move.source_store} until none has changed for"
+                f" {limit(move.idle_seconds)}, {limit(move.idle_bound_seconds)} at most. Then a"
+                " fence closes for them alone.",
+            ),
+            ("Estimated fence", _estimate(queries.fence_quote(move, now=now))),
+            ("Kept", f"Every session on {move.source_store}, served there until that fence."),
+            ("Thrown away", "Nothing. From then on a delete waits for TARGET."),
+            (
+                "Undo",
+                "Abort. Until the target takes new sessions it costs nothing; afterwards what was"
+                " born is carried back inside a fence.",
+            ),
+        ),
+        "Start split",
+        "Not yet",
+    )
+
+
 def _drain_dialog(seen: Seen, now: datetime) -> Dialog:
+    if seen.phase == Phase.SPLIT:
+        return _wait_dialog(seen, now)
+    if seen.split:
+        return _split_dialog(seen, now)
     move = seen.move
     refused = _refused(move, move.source_cell, now)
     happens = f"One more pass, if the last is not fresh. Then {refused}"
@@ -208,12 +320,12 @@ def _cancel_dialog(seen: Seen, now: datetime) -> Dialog:
     lives = f"{move.tenant} goes on being served on {move.source_store}"
     return Dialog(
         "cancel_fence",
-        f"Take back the drain of {move.tenant}?",
+        f"Take back the {'split' if seen.split else 'drain'} of {move.tenant}?",
         (
             ("Happens now", f"The fence stays open. {lives}; passes go on."),
             ("Kept", f"What has been copied: {_copies(move)} on {move.target_store}."),
             ("Thrown away", "Nothing."),
-            ("Undo", "Start drain, at any time."),
+            ("Undo", f"Start {'split' if seen.split else 'drain'}, at any time."),
         ),
         "Take back, keep fence open",
         "Let it close",
@@ -313,6 +425,12 @@ def _rollback_dialog(seen: Seen, now: datetime) -> Dialog:
 
 def _cancel_rollback_dialog(seen: Seen, now: datetime) -> Dialog:
     move = seen.move
+    if seen.both_serve:
+        happens = f"Nothing is carried back. Both sides go on serving {move.tenant}, each its own."
+        lines = (("Happens now", happens), ("Kept", "Both sides as they are."))
+        lines += (("Thrown away", "Nothing."), ("Undo", "Abort, at any time before TARGET."))
+        title = f"Take back the abort of {move}?"
+        return Dialog("cancel_rollback", title, lines, "Take back, stay split", "Let it abort")
     return Dialog(
         "cancel_rollback",
         f"Take back the rollback of {move.tenant}?",
@@ -335,6 +453,18 @@ def _stop_dialog(seen: Seen, now: datetime) -> Dialog:
     move = seen.move
     tenant, target = move.tenant, move.target_store
     opens = "The fence opens" if seen.fenced else "The fence stays open"
+    if seen.out_of_split:
+        happens = f"{opens}: {target} serves the rest of the sessions that were born there again,"
+        happens += " and new ones, within one poll (250ms). The split goes on."
+        kept = "Every session. What was carried back already is served on"
+        lines = (
+            ("Happens now", happens),
+            ("Kept", f"{kept} {move.source_store} from now on."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Abort, at any time before TARGET."),
+        )
+        title = f"Stop carrying {tenant}'s sessions back?"
+        return Dialog("abort", title, lines, "Stop, stay split", "Keep carrying back")
     return Dialog(
         "abort",
         f"Stop the rollback and keep {tenant} on {target}?",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from migrations_app.domain.phases import NO_RETURN, Phase
 from migrations_app.domain.quote import Quote
@@ -118,7 +118,9 @@ def _past(seen: Seen) -> tuple[PastFence, ...]:
             datetime.fromisoformat(entry[name]) if entry.get(name) else None
             for name in ("fence_closed_at", "fence_opened_at")
         )
-        home = seen.move.target_store if index else seen.move.source_store
+        # A split may leave its forward fence and close it again; rows say which way each went.
+        back = entry.get("back", index > 0)
+        home = seen.move.target_store if back else seen.move.source_store
         actual = (opened - closed).total_seconds() if closed and opened else None
         name = f"Closed on {home}"
         found.append(PastFence(name, closed, entry["quote"].get("expected"), actual))
@@ -126,7 +128,9 @@ def _past(seen: Seen) -> tuple[PastFence, ...]:
 
 
 def _title(seen: Seen) -> str:
-    return f"Fence on {seen.move.target_store}" if seen.fence_goes_back else "Fence"
+    if seen.fence_goes_back or (seen.both_serve and seen.rollback_waits):
+        return f"Fence on {seen.move.target_store}"
+    return f"Fence on {seen.move.source_store}" if seen.split else "Fence"
 
 
 def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
@@ -183,14 +187,29 @@ def _whole(arithmetic: str) -> str:
 
 def _closes(seen: Seen, now: datetime) -> str:
     move = seen.move
-    if seen.going_back:
+    if seen.going_back or seen.rollback_waits:
         return f"now, asked for by {move.rollback_requested_by}"
+    if seen.split:
+        return _closes_split(seen, now)
     if move.drain_requested_at is not None:
         return f"after the running pass, asked for by {move.drain_requested_by}"
     when = "when it fits its budget" if move.automatic else "when an operator starts the drain"
     if move.fence_not_before is not None and move.fence_not_before > now:
         return f"{when}, not before {clock(move.fence_not_before, now)}"
     return when
+
+
+def _closes_split(seen: Seen, now: datetime) -> str:
+    move = seen.move
+    if move.split_at is None or not seen.both_serve:
+        return f"in SPLIT, when {move.source_store} has been idle for {limit(move.idle_seconds)}"
+    until = move.split_at + timedelta(seconds=move.idle_bound_seconds)
+    if until <= now:
+        return "as soon as it fits its budget: sessions are waited for no longer"
+    return (
+        f"when {move.source_store} has been idle for {limit(move.idle_seconds)}, at the latest"
+        f" {clock(until, now)}"
+    )
 
 
 def _fence_closed(seen: Seen, quote: Quote | None, now: datetime) -> FencePanel:
@@ -257,7 +276,7 @@ def _loud(seen: Seen, seconds: float | None, now: datetime) -> str:
     if seconds is None or not (seen.waits_for_flip or seconds < NEAR_SECONDS):
         return ""
     at = clock(seen.move.deadline_at, now)
-    home = f"reopens on {seen.home_store} by itself at {at}, in {elapsed(seconds)}"
+    home = f"reopens on {seen.opens} by itself at {at}, in {elapsed(seconds)}"
     if seen.waits_for_flip:
         return f"All is equal. Flip it to the target, or it {home}."
     return f"It {home}."

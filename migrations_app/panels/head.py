@@ -60,6 +60,8 @@ def head(seen: Seen, *, now: datetime) -> Head:
     tags = [Status(status.glyph, word)]
     if (seen.going_back or seen.rollback_waits) and status.word not in ROLLING:
         tags.append(Status("moving", "Rolling back"))
+    if seen.both_serve and not seen.fenced:
+        tags.append(Status("live", "Both cells serve"))
     if seen.fenced:
         tags.append(Status("fenced", "Fence closed"))
     if seen.move.pause_requested_at and status.glyph != "paused" and not seen.ended:
@@ -86,7 +88,7 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
         yield _offboard_action(seen, now)
     elif not seen.going_back:
         yield _drain_action(seen, now)
-        if phase in (Phase.PREPARE, Phase.BACKFILL):
+        if phase in (Phase.PREPARE, Phase.BACKFILL, Phase.SPLIT):
             yield _action("set_pace", seen, not seen.aborting)
         if move.flip_by_hand and phase in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY):
             yield _flip_action(seen, now)
@@ -97,7 +99,7 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
     else:
         can = phase not in UNPAUSABLE and not seen.aborting and not seen.opening_again
         yield _action("pause", seen, can)
-    if not seen.going_back:
+    if not seen.going_back and not _answers_abort(seen):
         yield _rollback_action(seen, now)
     yield from _abort_action(seen)
 
@@ -107,8 +109,16 @@ def _action(verb: str, seen: Seen, enabled: bool, *, why: str = "", danger: bool
     return Action(verb, f"{words(verb, seen.phase)}…", enabled, danger=danger, why=why)
 
 
+def _answers_abort(seen: Seen) -> bool:
+    """Return whether an abort is what would carry a split's births back."""
+    return seen.both_serve and not seen.rollback_waits
+
+
 def _abort_action(seen: Seen) -> Iterable[Action]:
     move = seen.move
+    if seen.both_serve and seen.rollback_waits:
+        # The way back is asked for; taking that back is the button beside this one.
+        return
     if seen.phase in ways_out(move):
         asked = move.abort_requested_at is not None
         what = "to stop the rollback" if seen.going_back else "for the abort"
@@ -126,7 +136,10 @@ def _rollback_action(seen: Seen, now: datetime) -> Action:
     move = seen.move
     if seen.rollback_waits:
         at = clock(move.rollback_requested_at, now)
-        why = f"{move.rollback_requested_by} asked for the rollback at {at}."
+        what = "abort" if seen.both_serve else "rollback"
+        why = f"{move.rollback_requested_by} asked for the {what} at {at}."
+        if seen.opening_again:
+            why = f"{why} It begins once {seen.opens} is open again."
         return _action("cancel_rollback", seen, True, why=why)
     if seen.opening_again:
         why = "Roll back opens again once the target is open and the soak runs."
@@ -151,22 +164,41 @@ def _flip_action(seen: Seen, now: datetime) -> Action:
 
 def _drain_action(seen: Seen, now: datetime) -> Action:
     move, phase = seen.move, seen.phase
-    label = f"{words('close_fence', phase)}…"
+    if phase == Phase.SPLIT:
+        return _wait_action(seen, now)
+    label = "Start split…" if seen.split else f"{words('close_fence', phase)}…"
     if move.fence_closed_at is not None:
         why = f"The fence closed at {clock(move.fence_closed_at, now)}."
         return Action("close_fence", label, False, why=why)
     if phase == Phase.PREPARE:
-        return Action("close_fence", label, False, why="Start drain opens after the first pass.")
+        return Action("close_fence", label, False, why=f"{label[:-1]} opens after the first pass.")
     if move.drain_requested_at is not None:
         at = clock(move.drain_requested_at, now)
-        why = f"{move.drain_requested_by} started the drain at {at}; it waits for the last pass."
+        what = "split" if seen.split else "drain"
+        why = f"{move.drain_requested_by} started the {what} at {at}; it waits for the last pass."
         return _action("cancel_fence", seen, not seen.aborting, why=why)
     if move.pass_ended_at is None:
-        return Action("close_fence", label, False, why="Start drain opens after the first pass.")
+        return Action("close_fence", label, False, why=f"{label[:-1]} opens after the first pass.")
     if seen.open_mismatches:
-        why = "Start drain opens when no mismatch is open."
+        why = f"{label[:-1]} opens when no mismatch is open."
         return Action("close_fence", label, False, why=why)
     return Action("close_fence", label, not seen.aborting, primary=seen.ready)
+
+
+def _wait_action(seen: Seen, now: datetime) -> Action:
+    """Return the button that ends the wait for idle sessions."""
+    move, label = seen.move, f"{words('close_fence', seen.phase)}…"
+    if not seen.both_serve or move.split_at is None:
+        why = "Wait no longer opens once the target takes new sessions."
+    elif seen.opening_again or seen.rollback_waits:
+        why = "No session is waited for: the move is on its way back."
+        if not seen.rollback_waits:
+            why = f"{seen.opens} is being opened again first."
+    elif (now - move.split_at).total_seconds() >= move.idle_bound_seconds:
+        why = "The source's sessions are waited for no longer; the fence closes by itself."
+    else:
+        return Action("close_fence", label, not seen.aborting)
+    return Action("close_fence", label, False, why=why)
 
 
 def _hold_action(seen: Seen) -> Action:

@@ -13,6 +13,7 @@ from migrations_app import queries
 from migrations_app.domain.phases import STEPPER, STEPPER_BACK, Phase
 from migrations_app.models import Sample, TenantMigration
 from migrations_app.panels.progress import (
+    COPYING,
     RATE_SECONDS,
     TIMED,
     done_of,
@@ -62,7 +63,7 @@ QUOTED_MOST = 20
 
 
 def _lines(rows: Sequence[Seen], *, now: datetime) -> list[MoveLine]:
-    copying = [seen.move for seen in rows if seen.phase == Phase.BACKFILL]
+    copying = [seen.move for seen in rows if seen.phase in COPYING]
     quotes = {
         move.pk: queries.fence_quote(move, now=now).expected for move in copying[:QUOTED_MOST]
     }
@@ -80,9 +81,9 @@ def _lines(rows: Sequence[Seen], *, now: datetime) -> list[MoveLine]:
 
 def _rates(moves: Sequence[TenantMigration], now: datetime) -> dict[int, float | None]:
     since = now - timedelta(seconds=RATE_SECONDS)
-    copying = {move.pk: move for move in moves if move.phase == Phase.BACKFILL}
+    copying = {move.pk: move for move in moves if move.phase in COPYING}
     found: dict[int, list[tuple[datetime, int]]] = {}
-    rows = Sample.objects.filter(move__in=copying, at__gte=since, phase=Phase.BACKFILL)
+    rows = Sample.objects.filter(move__in=copying, at__gte=since, phase__in=COPYING)
     for pk, at, done, passes in rows.order_by("id").values_list("move_id", "at", "done", "passes"):
         if passes == copying[pk].passes:
             found.setdefault(pk, []).append((at, done))
@@ -128,6 +129,10 @@ def _soaked(seconds: float) -> str:
 
 
 def _mini(seen: Seen, status: Status) -> tuple[str, ...]:
+    if seen.phase == Phase.SPLIT or seen.out_of_split:
+        # Seven lamps for every move: a split's stands where its copying does.
+        glyphs = ("on", status.glyph) if not seen.ended else ("", "")
+        return (*glyphs, *[""] * (len(STEPPER) - 2))
     if seen.phase in STEPPER:
         at = STEPPER.index(seen.phase)
         return ("on",) * at + (status.glyph,) + ("",) * (len(STEPPER) - at - 1)

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from django.db.models import Exists, OuterRef
 
 from migrations_app import queries
-from migrations_app.domain.phases import NO_RETURN, REVERSED, Phase
+from migrations_app.domain.phases import FENCED, NO_RETURN, REVERSED, Mode, Phase
 from migrations_app.domain.verbs import words
 from migrations_app.models import MoveEvent, TenantMigration
 from migrations_app.panels.progress import (
@@ -111,11 +111,13 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
         text = move.failure
     elif seen.rollback_waits:
         title = f"{name} is being rolled back"
+        if seen.both_serve:
+            title = f"{name} is on its way out of its split"
         text = move.waiting_for and f"Waits for {move.waiting_for}."
         text = text or why_rolled_back(move)
         since = move.rollback_requested_at or since
     elif seen.ready:
-        title = f"{name} waits for you to start the drain"
+        title = f"{name} waits for you to start the {'split' if seen.split else 'drain'}"
         text = (
             f"{counted(move.sessions, 'session')} copied; the last pass found"
             f" {count(move.changed_last)} changed."
@@ -130,6 +132,8 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
         text = f"Waits for {move.waiting_for}."
     elif (stopped := _stopped_by_itself(move, now)) is not None:
         title = f"{name} stopped rolling back by itself"
+        if phase == Phase.SPLIT:
+            title = f"{name} left its fence by itself and serves on both sides"
         text = why_stopped(move)
         since, status = stopped.at, Status("warn", "Stopped")
     else:
@@ -155,7 +159,7 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
 def _fenced_words(seen: Seen, name: str) -> tuple[str, str]:
     phase = seen.phase.upper()
     if seen.opening_again:
-        return f"{name} is being opened on {seen.move.target_store} again", ""
+        return f"{name} is being opened on {seen.opens} again", ""
     if seen.going_back:
         return f"{name} is being rolled back, in {phase}", f"{why_rolled_back(seen.move)}."
     if seen.waits_for_flip:
@@ -165,16 +169,18 @@ def _fenced_words(seen: Seen, name: str) -> tuple[str, str]:
 
 def _way_out(seen: Seen) -> str:
     """Return the words of the button that takes the way out; "" where there is none."""
-    if seen.phase not in ways_out(seen.move) or seen.move.abort_requested_at is not None:
+    asked = seen.move.abort_requested_at is not None or (seen.both_serve and seen.rollback_waits)
+    if seen.phase not in ways_out(seen.move) or asked:
         return ""
     return f"{words('abort', seen.phase)}…"
 
 
 def _stopped_by_itself(move: TenantMigration, now: datetime) -> MoveEvent | None:
-    """Return the event with which a rollback gave up in the last day; None: a person stopped it."""
-    if move.phase != Phase.SOAK or not move.past_fences:
+    """Return the event with which a fence gave up in the last day; None: a person stopped it."""
+    if move.phase not in (Phase.SOAK, Phase.SPLIT) or not move.past_fences:
         return None
-    back = move.events.filter(was__in=REVERSED, now=Phase.SOAK, at__gte=now - NEWS).first()
+    left = FENCED if move.phase == Phase.SPLIT else REVERSED
+    back = move.events.filter(was__in=left, now=move.phase, at__gte=now - NEWS).first()
     if back is None or back.note.startswith("Abort"):
         return None
     return back
@@ -184,6 +190,8 @@ def _fence_sentence(move: TenantMigration, now: datetime) -> str:
     assert move.fence_closed_at is not None
     closed = elapsed((now - move.fence_closed_at).total_seconds())
     users = f"all {counted(move.users, 'user')} get" if move.users else "new turns get"
+    if move.mode == Mode.SPLIT:
+        users = "turns of its side get"
     text = f"Fence closed {closed}; {users} retry-after."
     runs = move.phase not in NO_RETURN and move.phase != Phase.SOAK
     if move.deadline_at is not None and runs:

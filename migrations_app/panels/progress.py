@@ -50,6 +50,8 @@ class Facts:
     way_back: bool
     # Sessions written, born or deleted on the target since then. None: not looked at yet.
     touched: int | None
+    # Sessions born on the target of a split. None: no split, or not looked at yet.
+    born: int | None
 
 
 def facts(seen: Seen, *, now: datetime) -> Facts:
@@ -58,13 +60,12 @@ def facts(seen: Seen, *, now: datetime) -> Facts:
     where, way = phase.upper(), stepper(seen)
     if phase in way:
         where = f"{where}, {way.index(phase) + 1} of {len(way)}"
-    sees = "Retry-after" if seen.fenced else f"Served on {seen.home_store}"
     surveyed = phase != Phase.PREPARE or move.sessions > 0
-    way_back = phase == Phase.SOAK or seen.going_back
+    way_back = phase == Phase.SOAK or (seen.going_back and not seen.out_of_split)
     return Facts(
         phase=where,
         elapsed_seconds=((move.ended_at or now) - move.started_at).total_seconds(),
-        tenant_sees=sees,
+        tenant_sees=tenant_sees(seen),
         sessions=move.sessions if surveyed else None,
         users=move.users if surveyed else None,
         interrupted=move.interrupted,
@@ -72,13 +73,36 @@ def facts(seen: Seen, *, now: datetime) -> Facts:
         changed_at_drain=None if way_back or seen.fence_goes_back else move.changed_at_drain,
         way_back=way_back,
         touched=move.touched if way_back and move.touched_at is not None else None,
+        born=move.born if seen.split and not way_back else None,
     )
 
 
+def tenant_sees(seen: Seen) -> str:
+    """Return what becomes of the tenant's turns now."""
+    move = seen.move
+    if not seen.split or seen.on_target or seen.phase in (Phase.ROLLED_BACK, Phase.ABORTED):
+        return "Retry-after" if seen.fenced else f"Served on {seen.home_store}"
+    if not seen.both_serve:
+        if move.split_version is not None and seen.phase == Phase.SPLIT:
+            return f"Known sessions on {move.source_store}; new ones: retry-after"
+        return f"Served on {move.source_store}"
+    if seen.fenced:
+        serves = move.source_store if seen.fence_goes_back else move.target_store
+        return f"{serves} serves its own; others: retry-after"
+    return f"Known sessions on {move.source_store}, new ones on {move.target_store}"
+
+
+# The track of a split, and what one shows whose births are carried back.
+STEPPER_SPLIT = (*STEPPER[:2], Phase.SPLIT, *STEPPER[2:])
+STEPPER_OUT = (Phase.SPLIT, *STEPPER_BACK[1:])
+
+
 def stepper(seen: Seen) -> Sequence[Phase]:
-    """Return the phases that the track shows: the seven, or those of the way back."""
-    back = seen.going_back or seen.phase == Phase.ROLLED_BACK or seen.opening_again
-    return STEPPER_BACK if back else STEPPER
+    """Return the phases that the track shows: the seven, a split's, or those of the way back."""
+    opens_back = seen.opening_again and seen.fence_goes_back
+    if seen.going_back or seen.phase == Phase.ROLLED_BACK or opens_back:
+        return STEPPER_OUT if seen.out_of_split else STEPPER_BACK
+    return STEPPER_SPLIT if seen.split else STEPPER
 
 
 @dataclass(frozen=True)
@@ -122,6 +146,9 @@ def spans(move: TenantMigration) -> Spans:
         left = entered[index + 1][1] if index + 1 < len(entered) else None
         if phase == Phase.REVERSE_DRAIN:
             found = {past: times for past, times in found.items() if past not in REVERSED}
+        if phase == Phase.DRAIN:
+            # A split's fence may be left and closed again.
+            found = {past: times for past, times in found.items() if past not in FENCED}
         found[phase] = (at, left)
     return found
 
@@ -160,7 +187,7 @@ def track(seen: Seen, *, now: datetime) -> Track:
                 bar_label=_bar_label(seen, phase),
             )
         )
-    title = "Phases" if way is STEPPER else "The way back"
+    title = "Phases" if way in (STEPPER, STEPPER_SPLIT) else "The way back"
     return Track(title, tuple(steps), _track_status(seen, now))
 
 
@@ -179,8 +206,10 @@ def _closed_in(seen: Seen) -> frozenset[Phase]:
 
 
 def _left_by_abort(phase: Phase, times: Spans) -> bool:
-    out = times.get(Phase.SOAK if phase in REVERSED else Phase.REOPEN)
-    return out is not None and times[phase][1] == out[0]
+    outs = [Phase.SPLIT, Phase.SOAK] if phase in REVERSED else [Phase.REOPEN]
+    if phase in FENCED:
+        outs.append(Phase.SPLIT)
+    return any(out in times and times[phase][1] == times[out][0] for out in outs)
 
 
 def share_of(part: float, whole: float) -> float | None:
@@ -198,8 +227,8 @@ def _step_text(
         return "" if seen.ended or seen.aborting else _ahead(seen, phase)
     if phase == Phase.ROLLED_BACK:
         return f"lives on {move.source_store}"
-    if seen.opening_again and phase == Phase.SOAK:
-        return f"begins anew once {move.target_store} is open"
+    if seen.opening_again and phase in (Phase.SOAK, Phase.SPLIT) and phase == seen.phase:
+        return f"begins anew once {seen.opens} is open"
     if phase == Phase.SOAK and ended is None and move.soak_until is not None:
         if seen.soak_over(now):
             return f"over since {clock(move.soak_until, now)}"
@@ -213,7 +242,11 @@ def _step_text(
 
 def _ahead(seen: Seen, phase: Phase) -> str:
     move = seen.move
+    if phase == Phase.SPLIT:
+        return "by itself" if move.automatic else "when an operator starts it"
     if phase == Phase.DRAIN:
+        if seen.split:
+            return "when the source is idle"
         if move.automatic:
             return "when the fence fits its budget"
         return "when an operator starts it"
@@ -242,11 +275,17 @@ def _step_notes(
             yield f"pass {max(1, move.passes)}, {done_of(move)}"
         else:
             yield f"{counted(move.sessions, 'session')}, {counted(move.passes, 'pass', 'passes')}"
+    if phase == Phase.SPLIT and move.born is not None:
+        yield f"{count(move.born)} born on the target"
+    if phase == Phase.SPLIT and left is None:
+        yield f"bound {limit(move.idle_bound_seconds)}"
     if phase in (Phase.DRAIN, Phase.REVERSE_DRAIN):
         yield f"bound {limit(move.drain_bound_seconds)}"
     if phase == Phase.DELTA and move.changed_at_drain is not None and not seen.fence_goes_back:
         yield f"{count(move.changed_at_drain)} changed"
-    if phase == Phase.REVERSE_DELTA and move.touched is not None:
+    if phase == Phase.REVERSE_DELTA and seen.out_of_split:
+        yield f"{count(move.born)} born on the target"
+    elif phase == Phase.REVERSE_DELTA and move.touched is not None:
         yield f"{count(move.touched)} touched since the cutover"
     if phase in MEASURED and phase != Phase.BACKFILL and left is None and move.todo:
         yield done_of(move)
@@ -278,13 +317,9 @@ def _track_status(seen: Seen, now: datetime) -> Status | None:
         of = f" of {duration(expected)} expected" if expected is not None else ""
         return Status("fenced", f"Fence closed {closed}{of}")
     if seen.opening_again:
-        opened = move.fence_opened_at is not None
-        again = (
-            f"Recording {move.source_store} anew"
-            if opened
-            else f"Opening {move.target_store} again"
-        )
-        return Status("live", again)
+        return Status("live", _again(seen))
+    if seen.both_serve:
+        return Status("live", f"Both serve: {move.source_store}, {move.target_store}")
     if seen.phase == Phase.SOAK and move.soak_until is not None:
         return Status("soak", f"Source kept closed until {clock(move.soak_until, now)}")
     if seen.phase == Phase.OFFBOARD:
@@ -292,6 +327,13 @@ def _track_status(seen: Seen, now: datetime) -> Status | None:
     if seen.phase == Phase.DONE:
         return Status("done", f"{move.tenant} lives on {move.target_store}")
     return None
+
+
+def _again(seen: Seen) -> str:
+    """Say what happens between a fence that was left and the phase that it leads back to."""
+    if seen.move.fence_opened_at is not None and seen.phase != Phase.SPLIT:
+        return f"Recording {seen.move.source_store} anew"
+    return f"Opening {seen.opens} again"
 
 
 # --- progress ---------------------------------------------------------------------------------
@@ -370,7 +412,11 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
         green, of = seen.green_checks
         return str(green), f"of {counted(of, 'check')} green", share_of(green, of) or 0.0
     if seen.opening_again:
-        return count(move.sessions), f"sessions stay on {move.target_store}", 0.0
+        return count(move.sessions), f"sessions stay on {seen.opens}", 0.0
+    if phase == Phase.SPLIT and move.stage == "ready" and move.split_at is not None:
+        waited = max(0.0, (now - move.split_at).total_seconds())
+        share = share_of(waited, move.idle_bound_seconds)
+        return elapsed(waited), f"of at most {limit(move.idle_bound_seconds)}", share or 0.0
     if phase == Phase.SOAK and move.soak_until is not None:
         left = max(0.0, (move.soak_until - now).total_seconds())
         past = share_of(move.soak_seconds - left, move.soak_seconds)
@@ -407,8 +453,10 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
 
 
 # Phases in which the rate of `done` gives a time, and the stages in which `done` counts sessions.
-TIMED = MEASURED | {Phase.OFFBOARD}
+TIMED = MEASURED | {Phase.OFFBOARD, Phase.SPLIT}
 SESSION_STAGES = frozenset({"", "copy", "sessions"})
+# Phases that copy pass after pass, and are sampled.
+COPYING = frozenset({Phase.BACKFILL, Phase.SPLIT})
 
 
 def current_rate(move: TenantMigration, *, now: datetime) -> float | None:
@@ -418,7 +466,7 @@ def current_rate(move: TenantMigration, *, now: datetime) -> float | None:
     """
     if move.stage == "ready":
         return None
-    if move.phase == Phase.BACKFILL:
+    if move.phase in COPYING:
         since = now - timedelta(seconds=RATE_SECONDS)
         recent = move.samples.filter(at__gte=since, phase=move.phase, passes=move.passes)
         return rate_between(list(recent.order_by("id").values_list("at", "done")))
@@ -428,7 +476,7 @@ def current_rate(move: TenantMigration, *, now: datetime) -> float | None:
 def rate_of_phase(move: TenantMigration, now: datetime) -> float | None:
     """Return the rate since the phase began, for phases that are not sampled."""
     seconds = (now - move.phase_since).total_seconds()
-    if move.phase not in TIMED or move.phase == Phase.BACKFILL or seconds <= 0:
+    if move.phase not in TIMED or move.phase in COPYING or seconds <= 0:
         return None
     # A phase that has passed every session waits for something else by now.
     return move.done / seconds if 0 < move.done < move.todo else None
@@ -454,10 +502,21 @@ def seconds_left(seen: Seen, speed: float | None) -> float | None:
     return (move.todo - move.done) / speed
 
 
+# What a sweep beside the sessions does, whichever phase it belongs to.
+SWEEP_TITLES = {
+    "artifacts": "Bringing artifacts over",
+    "memory": "Filling the other side's memory",
+    "references": "Looking for names of renumbered versions",
+}
 STAGE_TITLES = {
     (Phase.BACKFILL, "gone"): "Looking for deleted sessions",
     (Phase.BACKFILL, "shared"): "Copying shared state",
     (Phase.BACKFILL, "ready"): "Copied, between passes",
+    (Phase.SPLIT, "gone"): "Looking for deleted sessions",
+    (Phase.SPLIT, "shared"): "Copying shared state, the base of a merge",
+    (Phase.SPLIT, "existing"): "Waiting for turns that began before",
+    (Phase.VERIFY, "artifacts"): "Comparing artifacts",
+    (Phase.REVERSE_VERIFY, "artifacts"): "Comparing artifacts",
     (Phase.DELTA, "gone"): "Looking for deleted sessions",
     (Phase.DELTA, "shared"): "Copying shared state",
     (Phase.VERIFY, "shared"): "Comparing shared state",
@@ -489,10 +548,15 @@ PHASE_TITLES = {
 
 def _progress_title(seen: Seen) -> str:
     if seen.opening_again:
-        opened = seen.move.fence_opened_at is not None
-        return "Recording the source anew" if opened else "Opening the target again"
+        return _again(seen)
     if title := STAGE_TITLES.get((seen.phase, seen.move.stage)):
         return title
+    if title := SWEEP_TITLES.get(seen.move.stage, ""):
+        return title
+    if seen.phase == Phase.SPLIT and seen.both_serve:
+        if seen.move.stage == "ready":
+            return "Waiting for the source to be idle"
+        return f"Copying what changes, pass {max(1, seen.move.passes)}"
     if seen.phase == Phase.BACKFILL:
         return f"Copying, pass {max(1, seen.move.passes)}"
     return PHASE_TITLES[seen.phase]
@@ -503,7 +567,7 @@ def _progress_rows(
 ) -> Iterable[Row]:
     move, phase = seen.move, seen.phase
     if phase in TIMED:
-        over = f"last {RATE_SECONDS}s" if phase == Phase.BACKFILL else "this phase"
+        over = f"last {RATE_SECONDS}s" if phase in COPYING else "this phase"
         yield Row(f"Rate, {over}", rate(speed))
         eta = "–"
         if left is not None:
@@ -519,7 +583,7 @@ def _progress_rows(
             bound = move.fence_closed_at + timedelta(seconds=move.drain_bound_seconds)
             gives_up = elapsed(max(0.0, (bound - now).total_seconds()))
             yield Row("Gives up", f"{clock(bound, now)}, in {gives_up}")
-    if phase == Phase.BACKFILL:
+    if phase in COPYING:
         yield from _pace_rows(move, now)
         yield Row(f"Copied by pass {max(1, move.passes)}", count(move.changed))
         if move.pass_ended_at is not None:
@@ -535,7 +599,10 @@ def _progress_rows(
         yield Row("Deleted at the source", count(move.deleted))
     if move.interrupted and phase != Phase.DONE:
         yield Row("Interrupted turns, copied as they are", count(move.interrupted))
-    if phase == Phase.SOAK or seen.going_back or phase == Phase.ROLLED_BACK:
+    back = seen.going_back or phase == Phase.ROLLED_BACK
+    if move.born is not None and (phase == Phase.SPLIT or (back and seen.out_of_split)):
+        yield Row("Born on the target", count(move.born))
+    elif phase == Phase.SOAK or back:
         touched = "not looked at yet"
         if move.touched is not None:
             touched = f"{count(move.touched)}, looked at {clock(move.touched_at, now)}"
@@ -614,22 +681,25 @@ def _notice(seen: Seen) -> tuple[str, Status | None]:
         text = "All is equal. Waits for somebody to flip it to the target; the deadline runs."
         return text, Status("waiting", "Ready")
     if seen.ready:
-        text = "Waits for somebody to start the drain. Passes go on meanwhile."
+        what = "split" if seen.split else "drain"
+        text = f"Waits for somebody to start the {what}. Passes go on meanwhile."
         return text, Status("waiting", "Ready")
     if move.waiting_for:
         return f"For {move.waiting_for}.", Status("waiting", "Waits")
     if seen.going_back or seen.rollback_waits:
         return why_rolled_back(move), Status("moving", "Rolling back")
-    if move.ease < 1 and seen.phase == Phase.BACKFILL:
+    if move.ease < 1 and seen.phase in COPYING:
         return move.eased_why, Status("warn", "Eased")
     if stopped := why_stopped(move):
-        return stopped, Status("warn", "Rollback stopped")
+        what = "Rollback stopped" if seen.phase == Phase.SOAK else "Fence left"
+        return stopped, Status("warn", what)
     return "", None
 
 
 # What mismatches that nobody has settled keep from happening.
 BLOCKED = {
     Phase.BACKFILL: "the fence",
+    Phase.SPLIT: "TARGET",
     Phase.VERIFY: "TARGET",
     Phase.REVERSE_VERIFY: "REVERSE_TARGET",
 }
@@ -653,11 +723,15 @@ def why_rolled_back(move: TenantMigration) -> str:
 
 
 def why_stopped(move: TenantMigration) -> str:
-    """Return why the last rollback came back to SOAK; "" where none did."""
-    if move.phase != Phase.SOAK or not move.past_fences:
+    """Return why the last fence came back to SOAK or SPLIT; "" where none did."""
+    if move.phase not in (Phase.SOAK, Phase.SPLIT) or not move.past_fences:
         return ""
-    back = move.events.filter(was__in=REVERSED, now=Phase.SOAK).first()
-    return f"{back.note}. {move.tenant} stays on {move.target_store}." if back else ""
+    back = move.events.filter(was__in=FENCED, now=move.phase).exclude(was=Phase.TARGET).first()
+    if back is None:
+        return ""
+    if move.phase == Phase.SPLIT:
+        return f"{back.note}. Both sides serve {move.tenant} as before."
+    return f"{back.note}. {move.tenant} stays on {move.target_store}."
 
 
 def why_aborted(move: TenantMigration) -> str:

@@ -78,18 +78,42 @@ class Seen:
 
     @property
     def opening_again(self) -> bool:
-        """Whether a rollback was stopped and the target is being opened again."""
+        """Whether a rollback was stopped, or a split's fence left, and its side opens again."""
         return queries.owes_opening(self.move)
 
     @property
     def rollback_waits(self) -> bool:
-        """Whether a rollback was asked for and has not begun."""
-        return self.phase == Phase.SOAK and self.move.rollback_requested_at is not None
+        """Whether a rollback, or a split's abort, was asked for and has not begun."""
+        waits = self.phase in (Phase.SOAK, Phase.SPLIT)
+        return waits and self.move.rollback_requested_at is not None
+
+    @property
+    def split(self) -> bool:
+        """Whether the move's mode is split."""
+        return self.move.mode == Mode.SPLIT
+
+    @property
+    def both_serve(self) -> bool:
+        """Whether agents of both cells serve the tenant, each its own sessions."""
+        return queries.split_live(self.move) and not self.ended
+
+    @property
+    def out_of_split(self) -> bool:
+        """Whether the way back leads out of SPLIT, before any cutover."""
+        return self.move.came_from == Phase.SPLIT
 
     @property
     def fence_goes_back(self) -> bool:
         """Whether the fence in the move's own columns is the way back's."""
-        return self.going_back or self.phase == Phase.ROLLED_BACK or bool(self.move.past_fences)
+        if self.going_back or self.phase == Phase.ROLLED_BACK:
+            return True
+        # A split may have left its forward fence, and close it again.
+        return self.move.came_from != "" if self.split else bool(self.move.past_fences)
+
+    @property
+    def opens(self) -> Store:
+        """The store that is opened again once the present fence is left."""
+        return self.move.target_store if self.fence_goes_back else self.move.source_store
 
     @property
     def fence_cell(self) -> Cell:
@@ -203,7 +227,10 @@ class Seen:
             return Status("warn", "Retrying")
         if self.opening_again:
             if self.fenced:
-                return Status("fenced", "Opening the target again")
+                side = "target" if self.fence_goes_back else "source"
+                return Status("fenced", f"Opening the {side} again")
+            if self.phase == Phase.SPLIT:
+                return Status("moving", "Opening again")
             return Status("moving", "Recording the source anew")
         if self.fenced or phase in FENCED:
             return Status("fenced", "Rolling back" if self.going_back else "Fenced")
@@ -222,7 +249,7 @@ class Seen:
 
 
 # Phases whose mismatches keep the move from going on.
-COMPARED = frozenset({Phase.BACKFILL, Phase.VERIFY, Phase.REVERSE_VERIFY})
+COMPARED = frozenset({Phase.BACKFILL, Phase.SPLIT, Phase.VERIFY, Phase.REVERSE_VERIFY})
 # Phases in which `waiting_for` means that nothing moves.
 WAITING = frozenset({Phase.PREPARE, Phase.BACKFILL})
 
