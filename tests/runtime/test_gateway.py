@@ -355,8 +355,12 @@ async def test_what_is_not_stale_is_the_callers(
     assert (len(cells.offered), len(feed.asked)) == (1, asked)
 
 
-async def test_nothing_is_sent_twice_once_something_was_yielded(gateway: Gateway) -> None:
+async def test_nothing_is_sent_twice_once_something_was_yielded(
+    feed: Feed, gateway: Gateway
+) -> None:
     offered = []
+    # Were it sent again, it would go there.
+    feed.place("acme", 2, "b")
 
     async def send(offer: Offer) -> AsyncGenerator[str, None]:
         offered.append(offer)
