@@ -77,6 +77,8 @@ class TenantMigration(Durable):
     idle_bound_seconds = models.FloatField(default=4 * 3600.0)
     # A practice run of the whole move, there and back, on an internal tenant.
     rehearsal = models.BooleanField(default=False)
+    # The phase before which the move pauses by itself, once. "": none, or it has.
+    pause_before = models.CharField(max_length=20, blank=True, default="")
 
     # --- requests of people (abort and pause are in Durable) ---------------------------
     # NULL: nobody has said "close the fence" yet.
@@ -479,6 +481,24 @@ class Rehearsal(models.Model):
 
     class Meta:
         ordering = ["-id"]
+
+
+class Scratch(models.Model):
+    """A name under which a rehearsal writes at a store: noted first, forgotten when all is gone."""
+
+    store = models.ForeignKey(Store, models.PROTECT, related_name="scratches")
+    app_name = models.CharField(max_length=128, unique=True)
+    # Much older than a rehearsal takes: it was killed, and what it wrote is to be removed.
+    at = models.DateTimeField()
+    by = models.CharField(max_length=150)
+
+    def __str__(self) -> str:
+        return self.app_name
+
+    @property
+    def move(self) -> int:
+        """The number of its guard row: no move has such a one."""
+        return -int(self.pk)
 
 
 class Sample(models.Model):

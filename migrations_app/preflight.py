@@ -73,12 +73,8 @@ def preflight(
 
     `move` is the one that asks: what stands behind its own guard row is no stranger's.
     """
-    checks: list[Check] = []
-    source = _survey(source_store, tenant, "Source", checks)
-    target = _survey(target_store, tenant, "Target", checks)
-    if source is not None and target is not None:
-        source = _with_values(source, target, source_store, tenant)
-        checks += _pair_checks(tenant, source, target, source_store, target_store, move)
+    stores = between_stores(tenant, source_store=source_store, target_store=target_store, move=move)
+    source, target, checks = stores.source, stores.target, list(stores.checks)
     looked, further = artifact_checks(tenant, source_store, target_store, move=move)
     checks += looked
     checks += _cell_checks(source_cell, target_cell, target_store, now)
@@ -86,6 +82,23 @@ def preflight(
     if source is not None and target is not None:
         checks.append(_practised((source_store, source), (target_store, target), now))
     return Preflight(tuple(checks), source, target, further)
+
+
+def between_stores(
+    tenant: Tenant,
+    *,
+    source_store: Store,
+    target_store: Store,
+    move: TenantMigration | None = None,
+) -> Preflight:
+    """Look at both stores alone and write nothing: what copying sessions depends on."""
+    checks: list[Check] = []
+    source = _survey(source_store, tenant, "Source", checks)
+    target = _survey(target_store, tenant, "Target", checks)
+    if source is not None and target is not None:
+        source = _with_values(source, target, source_store, tenant)
+        checks += _pair_checks(tenant, source, target, source_store, target_store, move)
+    return Preflight(tuple(checks), source, target)
 
 
 def _practised(source: tuple[Store, Survey], target: tuple[Store, Survey], now: datetime) -> Check:
