@@ -98,7 +98,8 @@ class Raw:
             name,
             json.dumps({"topic": f"t{number}"}),
             self._time(number),
-            self._time(number + events),
+            # The last event's, as google-adk has it.
+            self._time(number + max(events - 1, 0)),
         )
         for index in range(events):
             self.add_event(connection, app_name, user, name, f"{name}-e{index}", number + index)

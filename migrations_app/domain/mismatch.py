@@ -84,9 +84,8 @@ def _events(
 ) -> Difference | None:
     if source and not target:
         return Difference("events", f"none of {len(source)} events", Looks.EMPTY_COPY)
-    if _of_one_time(source, target):
-        text = "events of one time are read in the order of their ids there"
-        return Difference("events", text, Looks.CANNOT_HOLD)
+    if order := _other_order(source, target):
+        return Difference("events", order, Looks.CANNOT_HOLD)
     for index, (ours, theirs) in enumerate(zip(source, target, strict=False), start=1):
         found = _first(ours, theirs, "")
         if found is None:
@@ -106,22 +105,26 @@ def _events(
     return None
 
 
-def _of_one_time(source: Sequence[Mapping[str, Any]], target: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the same events come in another order, and only where their times are equal."""
+def _other_order(source: Sequence[Mapping[str, Any]], target: Sequence[Mapping[str, Any]]) -> str:
+    """Say why the same events come in another order, where a store's own is the reason; or ""."""
     ours, theirs = ([event.get("id") for event in side] for side in (source, target))
-    times = [[event.get("timestamp") for event in side] for side in (source, target)]
-    return (
-        ours != theirs
-        and sorted(map(str, ours)) == sorted(map(str, theirs))
-        and (times[0] == times[1])
-    )
+    times = [[str(event.get("timestamp")) for event in side] for side in (source, target)]
+    if ours == theirs or sorted(map(str, ours)) != sorted(map(str, theirs)):
+        return ""
+    if times[0] == times[1]:
+        return "events of one time are read in the order of their ids there"
+    if sorted(times[0]) in times and sorted(times[0]) == sorted(times[1]):
+        return "events are read in the order of their times there"
+    return ""
 
 
 def _state(source: Mapping[str, Any], target: Mapping[str, Any]) -> Difference | None:
+    states = (source["state"], target["state"])
+    # One that is no object is copied as it is: google-adk reads neither.
     frozen = [
         key
-        for key in target["state"]
-        if key.startswith(SHARED_PREFIXES) and key not in source["state"]
+        for key in (states[1] if all(isinstance(one, Mapping) for one in states) else ())
+        if key.startswith(SHARED_PREFIXES) and key not in states[0]
     ]
     if frozen:
         return Difference(

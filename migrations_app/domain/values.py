@@ -108,6 +108,7 @@ _BY_IDS = _changed("read in the order of their ids")
 _BY_TIMES = _changed("read in the order of their times")
 _NOT_THERE = _refused("DatabaseSessionService can't read it")
 _ROUNDED = _changed("rounded to a microsecond; the event's own time, in its data, is exact")
+_COARSE = _changed("rounded, for a float is coarser there")
 _STRIPS = _refused("it strips the id, so that it is another session's")
 
 
@@ -192,7 +193,7 @@ TABLE: Mapping[Odd, Mapping[Layout, Outcome]] = {
         _NOT_THERE, _NOT_THERE, _ANY, other=_refused("no other store could take it back")
     ),
     Odd.FINE_TIME: _line(_ROUNDED, _ROUNDED, KEPT),
-    Odd.LATE_TIME: _line(KEPT, KEPT, _changed("rounded, for a float is coarser there")),
+    Odd.LATE_TIME: _line(KEPT, KEPT, _COARSE, sp=_COARSE, ss=_COARSE, other=_COARSE),
     Odd.SAME_TIME: _line(_BY_IDS, _BY_IDS, KEPT),
     Odd.TIME_ORDER: _line(_BY_TIMES, _BY_TIMES, _BY_TIMES),
     Odd.TIME_APART: _services(_changed("becomes the time of its last event")),
@@ -230,6 +231,8 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # A number with an exponent behind what may stand before a value. In a string it may look like one,
 # so tokens are read, strings as wholes.
 _EXPONENT = re.compile(r"[\[:,\s]-?\d+(?:\.\d+)?[eE]\+?\d")
+# What Python writes with an exponent, however it is spelled here.
+_WHOLE = re.compile(r"[\[:,\s]-?(?:\d+(?:\.\d+)?[eE]\+?\d|\d{17,}\.)")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
 
 
@@ -271,9 +274,7 @@ def in_session(row: SessionRow) -> Iterator[Found]:
 
 def is_ours(user_id: str, session_id: str) -> bool:
     """Whether a session is one that Switchyard keeps in a service for itself."""
-    return session_id.startswith(SCRATCH) or (
-        user_id == OURS and session_id.startswith(f"{OURS}-")
-    )
+    return session_id.startswith(SCRATCH) or (user_id == OURS and session_id.startswith(f"{OURS}-"))
 
 
 def is_scoped(key: str) -> bool:
@@ -337,9 +338,7 @@ def _in_time(field: str, at: canonical.Time) -> Iterator[Found]:
         yield Found(Odd.LATE_TIME, field)
 
 
-def _in_text(
-    field: str, text: object, *, event: str | None, own: bool = False
-) -> Iterator[Found]:
+def _in_text(field: str, text: object, *, event: str | None, own: bool = False) -> Iterator[Found]:
     """Yield what is odd in JSON text; `event` is the event's id, None for a state.
 
     `own`: the state is a session's own.
@@ -389,6 +388,7 @@ def _suspect(text: str) -> bool:
         or ("-0" in text and _MINUS_ZERO.search(f" {text}"))
         or text.count("[") + text.count("{") > DEEPEST_EVENT
         or _HUGE.search(f" {text}")
+        or _WHOLE.search(f" {text}")
     )
 
 
@@ -411,6 +411,8 @@ def _walk(value: Any, *, in_state: bool) -> Iterator[tuple[Odd, str]]:
                 yield infinite, path
             elif item == 0 and math.copysign(1, item) < 0:
                 yield zero, path
+            elif item.is_integer() and "e" in repr(item):
+                yield Odd.WHOLE_FLOAT, path
         elif isinstance(item, list | dict):
             if depth > DEEPEST_EVENT and not in_state and not deep:
                 deep = True

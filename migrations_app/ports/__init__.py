@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from migrations_app.domain import canonical, values
@@ -232,7 +233,26 @@ def difference(source: SessionStore, target: SessionStore, key: Key) -> Differen
         has, lacks = (source, target) if theirs is None else (target, source)
         if refused := mixed.refusal(_rows(has), key, lacks.layout):
             return refused.difference
-    return session_difference(ours, theirs)
+    found = session_difference(ours, theirs)
+    if found and found.looks_like is Looks.CHANGED_VALUE and by_service(source, target):
+        return _as_the_table_says(source, target, key, found)
+    return found
+
+
+def _as_the_table_says(
+    source: SessionStore, target: SessionStore, key: Key, found: Difference
+) -> Difference:
+    """Tell what a service is known to change from an edit, by the odd values of the session."""
+    if found.part == "state" and found.text.startswith("last update"):
+        # A service's session has the time of the event that was appended last.
+        return replace(found, looks_like=Looks.CANNOT_HOLD)
+    for side, other in ((source, target), (target, source)):
+        for odd in mixed.odds(_rows(side), key, other.layout):
+            changed = odd.outcome(other.layout).fate is values.Fate.CHANGED
+            if changed and odd.path.rpartition(" ")[2] in found.text:
+                text = f"{found.text}: {odd.odd}"
+                return Difference(found.part, text, Looks.CANNOT_HOLD)
+    return found
 
 
 def scan(source: SessionStore, target: Layout) -> tuple[Finding, ...]:

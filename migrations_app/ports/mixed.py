@@ -315,19 +315,18 @@ def session(store: Rows, key: Key, other: SessionStore) -> Mapping[str, Any] | N
 
 def refusal(source: Rows, key: Key, target: Layout) -> Refusal | None:
     """Say why a session of the source can't be on the target; None: it could."""
-    with source.snapshot():
-        found = values.refusal(
-            target,
-            chain(
-                (one for row in source.read_sessions([key]) for one in values.in_session(row)),
-                (
-                    one
-                    for row in source.read_events([key])
-                    for one in _look(target)(_for(target, row, source.layout))
-                ),
-            ),
-        )
+    found = values.refusal(target, odds(source, key, target))
     return None if found is None else _refusal(found, target)
+
+
+def odds(source: Rows, key: Key, target: Layout) -> Iterator[values.Found]:
+    """Yield what is odd in one session, on its way to such a target."""
+    look = _look(target)
+    with source.snapshot():
+        for session in source.read_sessions([key]):
+            yield from values.in_session(session)
+        for row in source.read_events([key]):
+            yield from look(_for(target, row, source.layout))
 
 
 # How long a survey may look at values. What it does not reach is looked at as it is copied.

@@ -618,6 +618,7 @@ def _delta(user: str | None, now: Mapping[str, Any], wanted: Mapping[str, Any]) 
 
 
 def shared_row(user_id: str | None, state: Mapping[str, Any]) -> SharedRow:
-    """Spell shared state as a row."""
+    """Spell shared state as a row: in one way, for services give keys in any order."""
     text = service_values.state_text(state)
-    return SharedRow(user_id, text, hashlib.sha256(canonical.of_json(text).encode()).hexdigest())
+    spelled = type(text)(canonical.of_json(text))
+    return SharedRow(user_id, spelled, hashlib.sha256(spelled.encode()).hexdigest())

@@ -181,7 +181,11 @@ def verify(move: TenantMigration, clock: Clock) -> Outcome:
         # difference once it is replaced.
         repaired = Meter()
         if common.repair(move, source, target, meter=repaired, clock=clock):
-            return Wait(note="Repaired what was asked for", changes=repaired.changes(move))
+            # Replaying a session sets what its user shares; killed in it, a worker leaves that so.
+            replayed = move.stage == "end" and ports.by_service(source, target)
+            back = common.at_stage("shared") if replayed else {}
+            done = repaired.changes(move) | back
+            return Wait(note="Repaired what was asked for", changes=done)
         changes: dict[str, Any] = {}
         if move.stage != "end":
 
@@ -217,7 +221,7 @@ def _verdict(
         return common.waiting(move, "somebody's word to flip", seconds=0.2)
     sides = copying.way(move)
     split = queries.split_live(move)
-    ours, theirs = ports.at_once(source.counts, target.counts)
+    ours, theirs = ports.counts_of_both(source, target)
     if split:
         # The other side has sessions of its own, which come and go: our list is what to count by.
         if (known := move.stamps.exclude(target_stamp="").count()) != ours.sessions:

@@ -13,7 +13,7 @@ from django.db.models import Q
 from durable.driver import Clock, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
-from migrations_app import artifacts, channels, copying
+from migrations_app import artifacts, channels, copying, ports
 from migrations_app.copying import Timer
 from migrations_app.domain.phases import (
     ENDED,
@@ -134,11 +134,18 @@ def _make_sure(move: TenantMigration, source: SessionStore, target: SessionStore
     keeps = target.keeps_ids()
     return [
         Check("Two places", True, "a word written to one is not seen in the other"),
-        Check("Guard", True, "closing triggers stand on both sides"),
+        Check(
+            "Guard",
+            True,
+            "it stands on both sides, and closes what is no service"
+            if ports.by_service(source, target)
+            else "closing triggers stand on both sides",
+        ),
         Check(
             "Ids",
             keeps,
-            "the target keeps the ids it is given"
+            "the target keeps the ids it is given; fingerprints are"
+            f" {ports.fingerprint_words(source, target)}"
             if keeps
             else f"{move.target_store} assigns its own session ids; links to sessions would break.",
         ),

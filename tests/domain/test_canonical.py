@@ -263,6 +263,8 @@ def odd_values(value: Any) -> set[Odd]:
             found.add(Odd.NOT_FINITE_IN_STATE)
         if repr(value) == "-0.0":
             found.add(Odd.MINUS_ZERO_IN_STATE)
+        if value == 1e300:
+            found.add(Odd.WHOLE_FLOAT)
     return found
 
 
