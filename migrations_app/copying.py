@@ -639,13 +639,44 @@ def put(
 
 
 def not_there(target: SessionStore, keys: Sequence[Key]) -> list[Key]:
-    """Return those of `keys` that the written side does not have, in any version.
-
-    Out of a split: whatever the source has is the source's, also what was carried back a moment
-    ago, for its agents serve that from then on. Nobody but this claim can make one appear there.
-    """
+    """Return those of `keys` that the written side does not have, in any version."""
     there = target.stamps(keys)
     return [key for key in keys if key not in there]
+
+
+# Stands for a stamp that no store has: what was carried back has been served there since.
+SERVED = "served"
+
+
+def to_carry_back(
+    move: TenantMigration,
+    source: SessionStore,
+    target: SessionStore,
+    keys: Sequence[Key],
+    clock: Clock,
+) -> list[Key]:
+    """Return those of `keys` that are to be carried out of a split: what the source does not have.
+
+    Whatever it has is its own, also what was carried back a moment ago, for its agents serve that
+    from then on; nobody but this claim makes one appear there. What a killed try has written and
+    not recorded is recorded now.
+    """
+    missing = not_there(target, keys)
+    blank = move.stamps.filter(carried_back=True, **{way(move).written: ""})
+    rows = blank.filter(session_id__anyof={key.session_id for key in keys})
+    ours = {Key(user, name) for user, name in rows.values_list("user_id", "session_id")}
+    landed = [key for key in keys if key in ours and key not in set(missing)]
+    if landed:
+        here, there = ports.digests_of_both(source, target, landed)
+        equal = [key for key in landed if same(here.get(key), there.get(key))]
+        stamps = {
+            key: Copied(here[key].stamp, there[key].stamp if key in set(equal) else SERVED)
+            for key in landed
+            if key in here and key in there
+        }
+        with holding(move):
+            _record(move, stamps, dict.fromkeys(equal, clock()))
+    return missing
 
 
 def spare_late_writes(

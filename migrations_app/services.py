@@ -76,7 +76,8 @@ def start(
     Times are in seconds, the pace in sessions per second. In split mode the source's sessions
     are waited for until none has changed for `idle_seconds`, `idle_bound_seconds` at most. Raises
     AlreadyMigrating, SamePlace, InvalidOption or NotReadyToMove (with every red check); then
-    nothing has changed. MachinesStopped while all machines are: a new move would believe an old database.
+    nothing has changed. MachinesStopped while all machines are: a new move would believe an old
+    database.
     """
     tenants.check_running()
     _require(reason)

@@ -18,7 +18,7 @@ from durable import driver
 from migrations_app import ports, services, steps
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
-from tenants.models import PolicyEntry
+from tenants.models import Placement, PolicyEntry
 from tests import make
 from tests.stores import Raw
 
@@ -141,9 +141,17 @@ class World:
         raise AssertionError(f"stuck in {self.move.phase}: {self.move.waiting_for} {notes}")
 
     def owner(self) -> list[tuple[str, str]]:
-        """Return who accepts the tenant's turns: (cell, accepts) of every entry that may."""
+        """Return who accepts the tenant's turns: (cell, accepts) of every entry that may.
+
+        A cell that was only told of the tenant is left out.
+        """
+        home = Placement.objects.get(tenant=self.cast.acme).cell_id
         entries = PolicyEntry.objects.filter(tenant=self.cast.acme).exclude(accepts="moved")
-        return [(entry.cell.slug, entry.accepts) for entry in entries.select_related("cell")]
+        return [
+            (entry.cell.slug, entry.accepts)
+            for entry in entries.select_related("cell")
+            if entry.accepts != "none" or entry.cell_id == home
+        ]
 
     def agents_may_write(self, side: Raw) -> bool:
         """Try a turn of the tenant at one side, for real, and take it back."""

@@ -64,7 +64,7 @@ def copy_changed(
 
     def work(keys: Sequence[Key]) -> None:
         if copying.carries_back(move):
-            keys = copying.not_there(target, keys)
+            keys = copying.to_carry_back(move, source, target, keys, clock)
         elif move.phase in REVERSED:
             keys = copying.spare_late_writes(move, source, target, keys, clock)
         meter.changed += len(keys)

@@ -149,7 +149,8 @@ def stay(move: TenantMigration, clock: Clock) -> Wait:
     """Come back to the split from a fence that was left: open what it closed, then publish.
 
     Forward that is the source, on the way back the target. What was carried back meanwhile is the
-    source's own from now on. Idle time, and its bound, count anew.
+    source's own from now on. Idle time, and its bound, count anew. A way back that ran out of
+    time is still wanted: only a person who stops it takes that back.
     """
     came_back = move.came_from == Phase.SPLIT
     # First the store: a runtime that is told to accept must find it open.
@@ -168,11 +169,15 @@ def stay(move: TenantMigration, clock: Clock) -> Wait:
             else:
                 tenants.publish(move.tenant, move.source_cell, accepts="existing")
             row.fence_opened_at = now
+            if came_back and row.abort_requested_at is None:
+                # It ran out of time, and nobody has taken the wish back: it is tried again.
+                row.rollback_requested_at = now
             # Asked of the fence, and answered by this.
             row.abort_requested_at, row.abort_requested_by, row.abort_reason = None, "", ""
             row.save(
                 update_fields=[
                     "fence_opened_at",
+                    "rollback_requested_at",
                     "abort_requested_at",
                     "abort_requested_by",
                     "abort_reason",

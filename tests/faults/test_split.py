@@ -377,3 +377,17 @@ def test_a_split_is_between_two_cells(files: World) -> None:
         start(files, target_cell=files.cast.cell)
     with pytest.raises(services.InvalidOption, match="up to the bound"):
         start(files, idle_seconds=60.0, idle_bound_seconds=30.0)
+
+
+def test_a_way_back_out_of_a_split_that_ran_out_of_time_is_tried_again(files: World) -> None:
+    start(files)
+    until_both_serve(files)
+    content = live(files)
+    services.abort(files.move, by="ada", reason="not now", now=files.clock())
+    files.run(until=Phase.REVERSE_VERIFY)
+    files.clock.pass_by(1_000)
+    files.run(until=Phase.SPLIT)
+    files.step()
+    assert_both_serve(files, "late")
+    files.run()
+    assert_back(files, content, "at the second try")
