@@ -528,6 +528,7 @@ def test_two_names_that_files_keep_as_one_are_not_mixed(
     assert (row.part, looks) == ("value", Looks.CANNOT_HOLD)
     assert move.target.versions("u-0", "s-0", "a/b") == [0]
     move.repair()
+    assert len(move.open()) == 1
     assert len(move.verify()) == 1
     move.source.delete("u-0", "s-0", "a//b")
     move.copy()
