@@ -7,7 +7,7 @@ refusal that would come, and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -20,9 +20,10 @@ from pydantic import Field
 from durable.clock import database_now
 from migrations_app import queries, restored, services
 from migrations_app.domain.mismatch import WORDS, Looks
-from migrations_app.domain.phases import ENDED, REVERSED
+from migrations_app.domain.phases import ENDED, REVERSED, Mode
 from migrations_app.dry_run import dry_run, paced
 from migrations_app.models import Mismatch, RestoreFinding, TenantMigration
+from migrations_app.panels.artifacts import changed_numbers, references
 from migrations_app.panels.diff import versions as versions_of
 from migrations_app.panels.mismatches import MismatchFilter, state_of
 from tenants import queries as tenants_queries
@@ -64,10 +65,22 @@ class FenceOut(Schema):
     worst: float | None
 
 
+class MergedOut(Schema):
+    """A key of shared state that both sides of a split changed; never its value."""
+
+    # Null: the app's.
+    user_id: str | None
+    key: str
+    # Whose change was the newer and stands: source or target.
+    taken: str
+
+
 class MoveOut(Schema):
     id: int
     label: str
     tenant: str
+    # fence or split.
+    mode: str
     phase: str
     # What it waits for, and what the last failing step said; "" where nothing.
     waiting_for: str
@@ -117,6 +130,24 @@ class MoveOut(Schema):
     flip_by_hand: bool
     flip_requested_at: datetime | None
     offboard_confirmed_at: datetime | None
+    # Of a split: how long the source must be idle, and is waited for at most (seconds);
+    idle_seconds: float
+    idle_bound_seconds: float
+    # since when its bound counts, and since when no session there has changed (null: not known);
+    split_at: datetime | None
+    quiet_since: datetime | None
+    # the placement version that names both sides (null: the target takes no new sessions yet);
+    split_placement_version: int | None
+    # whether both cells serve the tenant now, each its own sessions;
+    both_serve: bool
+    # sessions born on the target at the last look (null: not looked at);
+    born: int | None
+    # and what both sides changed of shared state.
+    merged: list[MergedOut]
+    # Versions of artifacts at the source, their bytes, and sessions in the target's memory.
+    artifacts: int
+    artifact_bytes: int
+    remembered: int
     # Counts visible changes.
     version: int
 
@@ -133,7 +164,13 @@ class PlanIn(OpsIn):
     tenant: Slug
     target_cell: Slug
     target_store: Slug
-    # False: the fence closes when somebody says so.
+    # By a fence for all at once, or split: new sessions begin on the target, in another cell.
+    mode: Mode = Mode.FENCE
+    # Of a split: the source is idle when no session has changed for so long, and its sessions are
+    # waited for so long at most (seconds).
+    idle_seconds: Seconds = 600.0
+    idle_bound_seconds: Seconds = 4 * 3600.0
+    # False: the fence closes, or the split begins, when somebody says so.
     automatic: bool = False
     fence_not_before: Moment | None = None
     budget_seconds: Seconds = 150.0
@@ -255,7 +292,9 @@ class MismatchOut(Schema):
     # Empty for the app's shared state, and for shared state.
     user_id: str
     session_id: str
-    # events, state, user, app, missing, extra or value.
+    # Empty but for an artifact's.
+    artifact: str
+    # events, state, user, app, missing, extra, artifact or value.
     part: str
     first_difference: str
     # The failure that it looks like, as a word and as a sentence.
@@ -359,13 +398,16 @@ def resume(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
 
 @router.post("/{pk}/abort", response={200: MoveOut, **REFUSALS})
 def abort(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
-    """Take the way out: open the source, publish, remove the copy."""
+    """Take the way out: open the source, publish, remove the copy.
+
+    Once both sides of a split serve, what was born on the target is carried back first.
+    """
     return _act(request, pk, services.abort, body)
 
 
 @router.post("/{pk}/close-fence", response={200: MoveOut, **REFUSALS})
 def close_fence(request: HttpRequest, pk: int, body: ActIn) -> dict[str, Any]:
-    """Say "when I say"."""
+    """Say "when I say": the fence closes, or the split begins. In SPLIT: wait no longer."""
     return _act(request, pk, services.close_fence, body)
 
 
@@ -428,6 +470,48 @@ def _file(move: TenantMigration, rows: Iterable[Mismatch], what: str, by: str) -
     services.note_values_read(move, f"{what}, as a file", by=by, now=now)
     headers = {"Cache-Control": "no-store"}
     return StreamingHttpResponse(pieces, content_type="application/json", headers=headers)
+
+
+class NumberOut(Schema):
+    """A version of an artifact whose number is another on the target."""
+
+    id: int
+    user_id: str
+    # Empty: the user's own.
+    session_id: str
+    name: str
+    source_version: int
+    target_version: int
+
+
+class ReferenceOut(NumberOut):
+    """A place that names such a version by its number at the source; it is copied as it is."""
+
+    # Such as "event 12 actions.artifact_delta": never a value.
+    place: str
+
+
+@router.get("/{pk}/artifact-numbers", response={200: PageOut[NumberOut], **REFUSALS})
+def artifact_numbers(
+    request: HttpRequest, pk: int, after: Annotated[int, Field(ge=0, lt=2**63)] = 0
+) -> dict[str, Any]:
+    """List the versions whose number has changed, in the order of their copy."""
+    require(request, Role.VIEWER)
+    return page(changed_numbers(_move(pk)), "pk", after, _fields(NumberOut))
+
+
+@router.get("/{pk}/artifact-references", response={200: PageOut[ReferenceOut], **REFUSALS})
+def artifact_references(
+    request: HttpRequest, pk: int, after: Annotated[int, Field(ge=0, lt=2**63)] = 0
+) -> dict[str, Any]:
+    """List every place that names a version by a number that has changed."""
+    require(request, Role.VIEWER)
+    return page(references(_move(pk)), "pk", after, _fields(ReferenceOut))
+
+
+def _fields(schema: type[Schema]) -> Callable[[Any], dict[str, Any]]:
+    names = list(schema.model_fields)
+    return lambda row: {name: getattr(row, name) for name in names}
 
 
 @router.post("/{pk}/reconcile-users", response={200: MoveOut, **REFUSALS})
@@ -543,6 +627,7 @@ def _out(move: TenantMigration) -> dict[str, Any]:
         "paused": move.pause_requested_at is not None,
         "aborting": move.abort_requested_at is not None and move.ended_at is None,
         "rolling_back": move.phase in REVERSED or move.rollback_requested_at is not None,
+        "both_serve": queries.split_live(move) and move.ended_at is None,
         "late_writes": queries.unsettled(queries.late_writes(move)).count(),
         "past_fences": [_fence(entry) for entry in move.past_fences],
     }

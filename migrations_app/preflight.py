@@ -411,17 +411,18 @@ def artifact_checks(
         ):
             one = f"{source} and {target} keep them in one place: none is copied, none removed"
             return [Check(ARTIFACTS, True, one)], ()
-        with _artifacts(source, tenant) as ours:
+        with opened_artifacts(source, tenant) as ours:
             if not target.artifacts_from:
                 return [_left_alone(ours, tenant, source, target)], ()
-            with _artifacts(target, tenant) as theirs:
+            with opened_artifacts(target, tenant) as theirs:
                 return _both(tenant, target, ours, theirs, move)
     except StoreRefused as refused:
         return [Check(ARTIFACTS, False, str(refused))], ()
 
 
 @contextmanager
-def _artifacts(store: Store, tenant: Tenant) -> Iterator[artifacts.ArtifactStore]:
+def opened_artifacts(store: Store, tenant: Tenant) -> Iterator[artifacts.ArtifactStore]:
+    """Open the artifact service of a store, to look at what the tenant has there."""
     with ExitStack() as stack:
         known = artifacts.Sessions(
             stack,

@@ -28,7 +28,7 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 from durable.clock import database_now
 from durable.errors import Refused
 from migrations_app import figures, queries, restored, services
-from migrations_app.domain.phases import Phase
+from migrations_app.domain.phases import Mode, Phase
 from migrations_app.domain.verbs import words
 from migrations_app.dry_run import dry_run, paced
 from migrations_app.models import Mismatch, RestoreFinding, TenantMigration
@@ -694,6 +694,9 @@ class NewMove(forms.Form):
 
     target_cell = forms.ModelChoiceField(Cell.objects.all(), to_field_name="slug")
     target_store = forms.ModelChoiceField(Store.objects.all(), to_field_name="key")
+    mode = forms.ChoiceField(choices=[(mode, mode) for mode in Mode], initial=Mode.FENCE)
+    idle_minutes = forms.FloatField(initial=10, required=False)
+    idle_bound_hours = forms.FloatField(initial=4, required=False)
     start_fence = forms.ChoiceField(choices=[("operator", ""), ("fits", "")], initial="operator")
     fence_not_before = forms.DateTimeField(required=False)
     budget_seconds = forms.FloatField(initial=150)
@@ -713,7 +716,12 @@ class NewMove(forms.Form):
     def options(self) -> dict[str, Any]:
         """Return what is told and started alike: all but tenant, cell, store, who and why."""
         given = self.cleaned_data
+        # The times of a split's wait; a move by fence has no field for them.
+        idle, bound = given["idle_minutes"], given["idle_bound_hours"]
         return {
+            "mode": Mode(given["mode"]),
+            "idle_seconds": 600.0 if idle is None else idle * 60,
+            "idle_bound_seconds": 4 * 3600.0 if bound is None else bound * 3600,
             "automatic": given["start_fence"] == "fits",
             "fence_not_before": given["fence_not_before"],
             "budget_seconds": given["budget_seconds"],

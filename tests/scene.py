@@ -17,7 +17,7 @@ from django.db import transaction
 
 from migrations_app import ports
 from migrations_app.domain.mismatch import Looks
-from migrations_app.domain.phases import ENDED, FENCED, REVERSED, Phase
+from migrations_app.domain.phases import ENDED, FENCED, REVERSED, Mode, Phase
 from migrations_app.domain.quote import quote
 from migrations_app.models import Mismatch, MoveEvent, Sample, SessionStamp, TenantMigration
 from tenants import services
@@ -177,6 +177,54 @@ def move(
         close_entry(row)
     if entered.get(Phase.BACKFILL):
         _samples(row, entered[Phase.BACKFILL], entered.get(Phase.DRAIN, now))
+    return row
+
+
+@transaction.atomic
+def split_move(
+    cast: make.Cast, phase: Phase, *, now: datetime, tenant: Tenant | None = None, **columns: Any
+) -> TenantMigration:
+    """Make a split move in which both cells serve, in SPLIT or in a fence there or back."""
+    tenant = tenant or cast.acme
+    began = now - timedelta(minutes=40)
+    row = move(
+        cast,
+        Phase.SPLIT,
+        now=now,
+        tenant=tenant,
+        **{
+            "mode": Mode.SPLIT,
+            "split_version": services.publish(tenant, cast.cell, accepts="existing"),
+            "split_at": began,
+            "born": 37,
+            "stage": "ready",
+            "passes": 4,
+            "pass_started_at": now - timedelta(seconds=9),
+            "pass_ended_at": now - timedelta(seconds=4),
+            "done": SESSIONS,
+            "merged": [
+                {"user_id": "u-00371", "key": "tier", "taken": "source"},
+                {"user_id": None, "key": "banner", "taken": "target"},
+            ],
+            **columns,
+        },
+    )
+    row.split_placement_version = services.split(
+        tenant, cell=row.target_cell, store=row.target_store, by="adam", reason="", now=began
+    )
+    if phase in FENCED:
+        back = phase in REVERSED
+        home = row.target_cell if back else row.source_cell
+        row.came_from = Phase.SPLIT if back else ""
+        row.fence_version = services.publish(tenant, home, accepts="none")
+        row.fence_closed_at = now - timedelta(seconds=12)
+        row.deadline_at = now + timedelta(seconds=90)
+        row.stage = ""
+        row.events.create(
+            at=row.fence_closed_at, who="mover", was=row.phase, now=phase, note="The fence closes"
+        )
+        row.phase, row.phase_since = phase, row.fence_closed_at
+    row.save()
     return row
 
 

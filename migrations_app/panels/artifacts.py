@@ -173,7 +173,7 @@ def _status(seen: Seen, why: str, found: Mapping[str, int], broken: int) -> Stat
     if broken:
         return Status("blocked", counted(broken, "differs", "differ"))
     if why:
-        return Status("kept", "None go along" if seen.move.artifacts_apart is not None else "None")
+        return Status("kept", "None go along")
     if found["whole"] < found["all"]:
         return Status("live", "Going over")
     return Status("ok", "Copied") if found["all"] else Status("waiting", "None seen yet")

@@ -166,7 +166,7 @@ def _memory(seen: Seen) -> MemoryLine:
             status = Status("warn", "Stays behind")
             text = f"{source} names one, {text}: it goes over only as a side channel"
         else:
-            status = Status("kept", "None")
+            status = Status("kept", "No memory")
             text = f"neither {source} nor {target} names a memory service"
         return MemoryLine(status, text, move.remembered, sessions, quick)
     if source.memory_from == target.memory_from:
@@ -187,31 +187,35 @@ def check_dialog(seen: Seen, row: MoveChannel, step: Step, *, undo: bool, now: d
     program = by != StepBy.PERSON
     about = channel.about or "Nobody has written down what is to be done."
     if undo:
-        at = row.copied_at if step is Step.COPY else row.verified_at
-        said = f"It counts as {DONE[step]} since {clock(at, now)}." if at else "It is not done."
-        happens = f"{channel} counts as not {DONE[step]}"
-        happens += "; its check is void too." if step is Step.COPY else "."
-        if program:
-            happens += " Its program is called again."
-        elif channel.required:
-            happens += f" {move} waits for somebody to do it."
-        lines = (("Now", said), ("Happens now", happens), ("Undo", "Check it off again."))
-        title = f"Take back that {channel} is {DONE[step]}?"
-        return Dialog("uncheck", title, lines, f"Not {DONE[step]}", "Leave it as it is")
+        return _uncheck_dialog(seen, row, step, program=program, now=now)
+    sides = (move.source_store, move.target_store)
+    here, there = reversed(sides) if seen.going_back else sides
     instead = " You say so in place of its program, which is not called again." if program else ""
     lines = (
         ("What it is", about),
-        (
-            "From, to",
-            f"{move.source_store} to {move.target_store}"
-            if not seen.going_back
-            else f"{move.target_store} to {move.source_store}",
-        ),
+        ("From, to", f"{here} to {there}"),
         ("Happens now", f"{channel} counts as {DONE[step]}, with your name and note.{instead}"),
         ("Undo", "Uncheck, until the move ends."),
     )
     title = f"Is {channel} {DONE[step]}?"
     return Dialog("check_off", title, lines, f"It is {DONE[step]}", "Not yet")
+
+
+def _uncheck_dialog(
+    seen: Seen, row: MoveChannel, step: Step, *, program: bool, now: datetime
+) -> Dialog:
+    channel = row.channel
+    at = row.copied_at if step is Step.COPY else row.verified_at
+    said = f"It counts as {DONE[step]} since {clock(at, now)}." if at else "It is not done."
+    happens = f"{channel} counts as not {DONE[step]}"
+    happens += "; its check is void too." if step is Step.COPY else "."
+    if program:
+        happens += " Its program is called again."
+    elif channel.required:
+        happens += f" {seen.move} waits for somebody to do it."
+    lines = (("Now", said), ("Happens now", happens), ("Undo", "Check it off again."))
+    title = f"Take back that {channel} is {DONE[step]}?"
+    return Dialog("uncheck", title, lines, f"Not {DONE[step]}", "Leave it as it is")
 
 
 @dataclass(frozen=True)

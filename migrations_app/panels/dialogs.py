@@ -427,8 +427,12 @@ def _cancel_rollback_dialog(seen: Seen, now: datetime) -> Dialog:
     move = seen.move
     if seen.both_serve:
         happens = f"Nothing is carried back. Both sides go on serving {move.tenant}, each its own."
-        lines = (("Happens now", happens), ("Kept", "Both sides as they are."))
-        lines += (("Thrown away", "Nothing."), ("Undo", "Abort, at any time before TARGET."))
+        lines = (
+            ("Happens now", happens),
+            ("Kept", "Both sides as they are."),
+            ("Thrown away", "Nothing."),
+            ("Undo", "Abort, at any time before TARGET."),
+        )
         title = f"Take back the abort of {move}?"
         return Dialog("cancel_rollback", title, lines, "Take back, stay split", "Let it abort")
     return Dialog(

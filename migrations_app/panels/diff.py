@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import chain, zip_longest
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 from migrations_app import ports
 from migrations_app.domain.mismatch import Looks
 from migrations_app.models import Mismatch, TenantMigration
+from migrations_app.ports.artifacts import ArtifactStore, ArtifactUnreadable, Name, spell
 from migrations_app.ports.base import Key, SessionStore, shared_pages
+from migrations_app.preflight import opened_artifacts
 from tenants.models import Store
 
 DIFF_LINES = 2_000
@@ -48,8 +50,11 @@ def diff(move: TenantMigration, mismatch: Mismatch) -> Diff:
 
     Raises StoreRefused where a store can't be read. Values may be secrets: only operators see them.
     """
-    with _both(move) as sides:
-        ours, theirs = _read(sides, mismatch)
+    if mismatch.artifact:
+        ours, theirs = _artifacts(move, mismatch)
+    else:
+        with _both(move) as sides:
+            ours, theirs = _read(sides, mismatch)
     left, right = (
         [] if side is None else json.dumps(side, indent=1, sort_keys=True, default=str).splitlines()
         for side in (ours, theirs)
@@ -101,7 +106,8 @@ def _pieces(move: TenantMigration, rows: Iterable[Mismatch], now: datetime) -> I
     before = f'{json.dumps(head)[:-1]}, "versions": [\n'
     with _both(move) as sides:
         for row in rows:
-            yield before + json.dumps(_version(row, *_read(sides, row)), default=str)
+            found = _artifacts(move, row) if row.artifact else _read(sides, row)
+            yield before + json.dumps(_version(row, *found), default=str)
             before = ",\n"
     yield ("" if before == ",\n" else before) + "\n]}\n"
 
@@ -111,6 +117,7 @@ def _version(row: Mismatch, source: Side, target: Side) -> dict[str, Any]:
         "mismatch": row.pk,
         "user_id": row.user_id,
         "session_id": row.session_id,
+        "artifact": row.artifact,
         "part": row.part,
         "first_difference": row.first_difference,
         "looks_like": row.looks_like,
@@ -121,6 +128,36 @@ def _version(row: Mismatch, source: Side, target: Side) -> dict[str, Any]:
         "source": source,
         "target": target,
     }
+
+
+def _artifacts(move: TenantMigration, mismatch: Mismatch) -> tuple[Side, Side]:
+    """Return what both sides have of one artifact: each version's facts and digests, not its bytes.
+
+    Files may be large, and a digest says whether they are equal.
+    """
+    sides = []
+    for store in (move.source_store, move.target_store):
+        with opened_artifacts(store, move.tenant) as port:
+            sides.append(_versions(port, mismatch))
+    return sides[0], sides[1]
+
+
+def _versions(port: ArtifactStore, mismatch: Mismatch) -> Side:
+    wanted = (mismatch.session_id, mismatch.artifact)
+    for name, numbers in port.listing(mismatch.user_id).items():
+        spelled = [(one.session_id, spell(one.name)) for one in (name, port.placed(name))]
+        if wanted not in spelled or not numbers:
+            continue
+        return {str(number): _facts(port, mismatch.user_id, name, number) for number in numbers}
+    return None
+
+
+def _facts(port: ArtifactStore, user: str, name: Name, number: int) -> Mapping[str, Any]:
+    try:
+        facts = port.load(user, name, number).facts
+    except ArtifactUnreadable:
+        return {"unreadable": True}
+    return {"digest": facts.digest, **asdict(facts)}
 
 
 # Users whose shared state is read at once.

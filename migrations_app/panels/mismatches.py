@@ -34,6 +34,7 @@ KINDS = {
     Looks.MOVED_ON: "Changed after copy",
     Looks.NOT_CARRIED: "Not carried back",
     Looks.LATE_WRITE: "Late write",
+    Looks.STALE_ARTIFACT: "Stale artifact",
 }
 ACCEPTED = Q(resolved_at=None, accepted_at__isnull=False)
 STATES: dict[str, Q] = {
@@ -51,6 +52,7 @@ WHAT = {
     "user": "user state",
     "app": "app state",
     "value": "a value",
+    "artifact": "an artifact",
     "missing": "missing",
     "extra": "only on the target",
 }
@@ -62,23 +64,32 @@ class MismatchFilter:
 
     state: str = ""
     kind: str = ""
+    # Artifacts alone.
+    artifacts: bool = False
     page: int = 1
     # Every row of the page is ticked: how "select all" works without JavaScript.
     ticked: bool = False
 
     @property
     def narrowed(self) -> bool:
-        return bool(self.state or self.kind)
+        return bool(self.state or self.kind or self.artifacts)
 
     @property
     def query(self) -> str:
         """The filter as a query string, for polls and links."""
-        given = {"state": self.state, "kind": self.kind, "page": self.page if self.page > 1 else ""}
+        given = {
+            "state": self.state,
+            "kind": self.kind,
+            "part": "artifact" if self.artifacts else "",
+            "page": self.page if self.page > 1 else "",
+        }
         return urlencode({name: value for name, value in given.items() if value})
 
     def of(self, move: TenantMigration) -> QuerySet[Mismatch]:
         """Return the rows, oldest first, so that each keeps its place."""
         rows = move.mismatches.filter(STATES.get(self.state, UNSETTLED))
+        if self.artifacts:
+            rows = rows.exclude(artifact="")
         return rows.filter(looks_like=self.kind) if self.kind else rows
 
 
@@ -88,6 +99,7 @@ def wanted(given: Mapping[str, str]) -> MismatchFilter:
     return MismatchFilter(
         state=state if state in STATES else "",
         kind=kind if kind in set(Looks) else "",
+        artifacts=given.get("part", "") == "artifact",
         page=int(page) if page.isdecimal() and len(page) < 7 else 1,
         ticked=given.get("ticked", "") == "1",
     )
@@ -101,6 +113,8 @@ class MismatchLine:
     key: str
     session_id: str
     user_id: str
+    # The artifact's name; "" where it is about a session or shared state.
+    artifact: str
     status: Status
     # What a screen reader calls the row.
     name: str
@@ -109,6 +123,7 @@ class MismatchLine:
     events: str
     state: str
     shared: str
+    artifacts: str
     first_difference: str
     # The failure that it looks like, as a sentence.
     looks: str
@@ -245,7 +260,7 @@ def _blocks(seen: Seen) -> str:
 def _shared_differs(move: TenantMigration, rows: Iterable[Mismatch]) -> frozenset[str]:
     """Return the users of these rows whose shared state differs; "" is the app's."""
     users = {row.user_id for row in rows} | {""}
-    found = move.mismatches.filter(UNSETTLED, session_id="", user_id__in=users)
+    found = move.mismatches.filter(UNSETTLED, session_id="", artifact="", user_id__in=users)
     return frozenset(found.filter(part__in=["user", "app"]).values_list("user_id", flat=True))
 
 
@@ -260,12 +275,14 @@ def _line(seen: Seen, row: Mismatch, shared: frozenset[str]) -> MismatchLine:
         key=str(row.pk),
         session_id=row.session_id,
         user_id=row.user_id,
+        artifact=row.artifact,
         status=_status(row),
         name=_name(row),
         what=WHAT.get(row.part, row.part),
         events=events,
         state=state,
-        shared=DIFFERS if {row.user_id, ""} & shared and not settled else NOT_COMPARED,
+        shared=_shared_part(row, shared, settled),
+        artifacts=DIFFERS if row.artifact else NOT_COMPARED,
         first_difference=row.first_difference,
         looks=WORDS[Looks(row.looks_like)] if known else "",
         source_digest=row.source_digest,
@@ -282,6 +299,12 @@ def _line(seen: Seen, row: Mismatch, shared: frozenset[str]) -> MismatchLine:
     )
 
 
+def _shared_part(row: Mismatch, shared: frozenset[str], settled: bool) -> str:
+    if settled or row.artifact:
+        return NOT_COMPARED
+    return DIFFERS if {row.user_id, ""} & shared else NOT_COMPARED
+
+
 def _parts(row: Mismatch) -> tuple[str, str]:
     """Return what is known of a session's events and of its state.
 
@@ -292,7 +315,7 @@ def _parts(row: Mismatch) -> tuple[str, str]:
         return SAME, DIFFERS
     if row.part in ("missing", "extra"):
         return DIFFERS, DIFFERS
-    if row.part in ("user", "app"):
+    if row.part in ("user", "app") or row.artifact:
         return NOT_COMPARED, NOT_COMPARED
     return DIFFERS, NOT_COMPARED
 
@@ -330,6 +353,9 @@ def _said(row: Mismatch) -> str:
 
 
 def _name(row: Mismatch) -> str:
+    if row.artifact:
+        whose = f"session {row.session_id}" if row.session_id else f"user {row.user_id}"
+        return f"artifact {row.artifact} of {whose}"
     if row.session_id:
         return f"session {row.session_id}"
     return f"shared state of {row.user_id}" if row.user_id else "shared state of the app"
