@@ -9,14 +9,14 @@ from typing import Any
 
 from django.db.models import Q
 
-from migrations_app import ports, queries
+from migrations_app import ports, queries, rehearsing
 from migrations_app.domain import throttle
-from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.domain.phases import ENDED, Mode, Phase
 from migrations_app.domain.quote import ASSUMED_RATE, Quote, quote
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import Survey
 from migrations_app.preflight import Preflight, preflight
-from migrations_app.services import InvalidOption, check_pace, check_times
+from migrations_app.services import InvalidOption, check_pace, check_pause, check_times
 from tenants import queries as tenants_queries
 from tenants.domain.words import clock, counted, duration, limit, rate
 from tenants.models import Cell, Counter, Store, Tenant
@@ -52,7 +52,7 @@ class DryRun:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Measured by an earlier move, or None where nothing was."""
+    """Measured by an earlier move, or by a rehearsal; None where nothing was."""
 
     words: str
     copy: float | None = None
@@ -138,6 +138,7 @@ def dry_run(
     check_times(move.budget_seconds, move.drain_bound_seconds, move.soak_seconds)
     check_pace(move.pace_per_second, move.finish_by, now)
     check_rows(rows_per_second, move.pace_per_second, move.finish_by)
+    check_pause(move.pause_before, Mode(move.mode))
     if home.store == target_store:
         return DryRun(None, (f"{tenant} lives on {target_store} already. Choose another store.",))
     found = preflight(
@@ -175,7 +176,7 @@ def _planned(
     rows_per_second: float | None,
     now: datetime,
 ) -> _Plan:
-    rates = _measured(move, (source, target))
+    rates = _measured(move, found, (source, target), now)
     budgeted = _of_budget(rows_per_second, source)
     wanted = move.pace_per_second or budgeted
     paced = f"the pace of {rate(wanted)}" if wanted else ""
@@ -243,8 +244,13 @@ def _of_budget(rows_per_second: float | None, source: Survey) -> float | None:
     return max(0.01, throttle.pace_from_budget(rows_per_second, each))
 
 
-def _measured(move: TenantMigration, surveys: tuple[Survey, Survey]) -> _Rates:
-    """Return what the latest earlier move between such stores measured, the same two first."""
+def _measured(
+    move: TenantMigration, found: Preflight, surveys: tuple[Survey, Survey], now: datetime
+) -> _Rates:
+    """Return what the tenant's own latest rehearsal, or move, between these stores measured.
+
+    Else what the latest earlier move of another tenant did, between the same two stores first.
+    """
     source, target = move.source_store, move.target_store
     earlier = (
         TenantMigration.objects.filter(copy_rate__isnull=False)
@@ -263,6 +269,17 @@ def _measured(move: TenantMigration, surveys: tuple[Survey, Survey]) -> _Rates:
         last, where = earlier.filter(kinds).first(), "between other stores of these kinds"
     mine = move.tenant.moves.filter(changed_at_drain__isnull=False).order_by("-id").first()
     changed = mine.changed_at_drain if mine else None
+    if own := rehearsing.known(move.tenant, source, target, now=now):
+        # As the move itself will reckon, once it begins with these.
+        begun = TenantMigration(stamps_prove=_proves(found), **own.columns)
+        return _Rates(
+            own.words,
+            copy=own.copy_rate,
+            verify=own.verify_rate,
+            shared=own.shared_rate,
+            scan=queries.reading_seconds(begun) / max(1, surveys[0].sessions),
+            changed=changed,
+        )
     if last is None:
         return _Rates("assumed: no move between such stores was measured yet", changed=changed)
     looks = queries.reading_seconds(last)

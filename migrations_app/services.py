@@ -13,10 +13,20 @@ from django.db.models import F, Q
 from durable.errors import Refused
 from migrations_app import queries
 from migrations_app.domain.mismatch import Looks
-from migrations_app.domain.phases import ENDED, FENCED, REVERSED, UNPAUSABLE, WAY_OUT, Mode, Phase
+from migrations_app.domain.phases import (
+    ENDED,
+    FENCED,
+    REVERSED,
+    UNPAUSABLE,
+    WAY_OUT,
+    Mode,
+    Phase,
+    pausable_before,
+)
 from migrations_app.domain.verbs import words
 from migrations_app.models import TenantMigration
 from migrations_app.preflight import preflight, way_back
+from migrations_app.rehearsing import known
 from tenants import services as tenants
 from tenants.domain.words import counted, duration, limit
 from tenants.models import Cell, Placement, Store, Tenant
@@ -50,6 +60,14 @@ class NotTyped(Refused):
     """The typed confirmation is not the tenant's name."""
 
 
+class NotInternal(Refused):
+    """A whole move is rehearsed on a tenant without customers only."""
+
+
+# How long a rehearsed move stays on the target before it goes back (seconds).
+REHEARSED_SOAK_SECONDS = 10.0
+
+
 def start(
     tenant: Tenant,
     *,
@@ -70,20 +88,24 @@ def start(
     mode: Mode = Mode.FENCE,
     idle_seconds: float = 600.0,
     idle_bound_seconds: float = 4 * 3600.0,
+    pause_before: str = "",
+    rehearsal: bool = False,
 ) -> TenantMigration:
     """Start moving `tenant` to another store, and cell, after looking at both.
 
     Times are in seconds, the pace in sessions per second. In split mode the source's sessions
-    are waited for until none has changed for `idle_seconds`, `idle_bound_seconds` at most. Raises
-    AlreadyMigrating, SamePlace, InvalidOption or NotReadyToMove (with every red check); then
-    nothing has changed. MachinesStopped while all machines are: a new move would believe an old
-    database.
+    are waited for until none has changed for `idle_seconds`, `idle_bound_seconds` at most. It
+    pauses once before the phase `pause_before`. A `rehearsal` goes back by itself (see
+    `rehearse_move`). Raises NotInternal, AlreadyMigrating, SamePlace, InvalidOption or
+    NotReadyToMove (with every red check); then nothing has changed. MachinesStopped while all
+    machines are: a new move would believe an old database.
     """
     tenants.check_running()
     _require(reason)
     check_times(budget_seconds, drain_bound_seconds, soak_seconds)
     check_pace(pace_per_second, finish_by, now)
     check_idle(idle_seconds, idle_bound_seconds)
+    check_pause(pause_before, mode)
     placement = Placement.objects.select_related("cell", "store").get(tenant=tenant)
     live = tenant.moves.exclude(phase__in=ENDED).first()
     if live is not None:
@@ -111,7 +133,10 @@ def start(
     )
     if found.refusals:
         raise NotReadyToMove(" ".join(found.refusals) + " Nothing was changed.")
+    # Chunks, and what a fence would take, are right from the first step on.
+    figures = known(tenant, placement.store, target_store, now=now)
     move = TenantMigration(
+        **(figures.columns if figures is not None else {}),
         tenant=tenant,
         source_cell=placement.cell,
         source_store=placement.store,
@@ -134,9 +159,18 @@ def start(
         mode=mode,
         idle_seconds=idle_seconds,
         idle_bound_seconds=idle_bound_seconds,
+        pause_before=pause_before,
+        rehearsal=rehearsal,
     )
     try:
         with transaction.atomic():
+            # Held until the row is there: nobody gives the tenant to a customer in between.
+            fresh = Tenant.objects.select_for_update().get(pk=tenant.pk)
+            if rehearsal and not fresh.internal:
+                raise NotInternal(
+                    f"{tenant} may have customers: a whole move is rehearsed on an internal tenant."
+                    f" Rehearse a copy of {tenant} instead."
+                )
             move.save()
             # Now no other move lives. One may have, and ended, while both stores were looked at.
             home = Placement.objects.select_related("cell", "store").get(tenant=tenant)
@@ -145,14 +179,53 @@ def start(
                     f"{tenant} has moved to {home.cell} and {home.store} meanwhile. Nothing was"
                     " changed: look again."
                 )
-            move.events.create(
-                at=now, who=by, was=move.phase, now=move.phase, note=f"Started: {reason}"
-            )
-            _audit(move, "start", by=by, reason=reason, now=now)
+            said = "Rehearsal started" if rehearsal else "Started"
+            notes = [f"{said}: {reason}"]
+            if figures is not None:
+                notes.insert(0, f"Begins with rates {figures.words}")
+            for note in notes:
+                move.events.create(at=now, who=by, was=move.phase, now=move.phase, note=note)
+            _audit(move, "rehearse" if rehearsal else "start", by=by, reason=reason, now=now)
     except IntegrityError as error:
         # Two people, or one who clicked twice: the constraint let one through.
         raise AlreadyMigrating(f"{tenant} is moving already. Open its move instead.") from error
     return move
+
+
+def rehearse_move(
+    tenant: Tenant, *, target_cell: Cell, target_store: Store, by: str, reason: str, **options: Any
+) -> TenantMigration:
+    """Practise a whole move of an internal tenant, there and back, with whoever is served by it.
+
+    `options` are those of `start`. It closes its fence, or splits, by itself, stays on the target
+    for a few seconds, goes back, and keeps what it measured. Nothing is deleted at the source:
+    OFFBOARD is never entered to delete. Aborted like any move; a way back that somebody stops, or
+    that runs out of its budget, is not begun again by itself. Raises NotInternal, and what
+    starting raises.
+    """
+    fixed = {
+        "automatic": True,
+        "flip_by_hand": False,
+        "offboard_automatically": False,
+        "soak_seconds": REHEARSED_SOAK_SECONDS,
+        "rehearsal": True,
+    }
+    if taken := sorted(set(options) & set(fixed)):
+        raise InvalidOption(f"A rehearsal does not choose {', '.join(taken)}.")
+    if not tenant.internal:
+        # Before two stores are looked at for nothing; looked at once more as it starts.
+        raise NotInternal(
+            f"{tenant} may have customers: a whole move is rehearsed on an internal tenant."
+            f" Rehearse a copy of {tenant} instead."
+        )
+    return start(
+        tenant,
+        target_cell=target_cell,
+        target_store=target_store,
+        by=by,
+        reason=reason,
+        **{**options, **fixed},
+    )
 
 
 def pause(
@@ -521,6 +594,8 @@ def confirm_offboard(
     with asking as row:
         if row.phase != Phase.SOAK:
             raise NotNow(f"{row} is in {row.phase.upper()}: deleting is confirmed in SOAK.")
+        if row.rehearsal:
+            raise NotNow(f"{row} is a rehearsal: it goes back, and nothing is deleted.")
         if typed != row.tenant.slug:
             raise NotTyped(f'Type "{row.tenant.slug}" to delete its copy on {row.source_store}.')
         if row.rollback_requested_at:
@@ -707,6 +782,14 @@ def check_idle(idle: float, bound: float) -> None:
         raise InvalidOption(f"Idle for {idle:g} s: choose 0 seconds up to the bound ({bound:g} s).")
     if not 0 <= bound <= 30 * 86_400:
         raise InvalidOption(f"A bound of {bound:g} s: choose 0 seconds to 30 days.")
+
+
+def check_pause(before: str, mode: Mode) -> None:
+    """Raise InvalidOption unless a move of this mode can be told to pause before that phase."""
+    known_ones = pausable_before(Mode(mode))
+    if before and before not in known_ones:
+        names = ", ".join(phase.upper() for phase in known_ones)
+        raise InvalidOption(f"A pause before {before[:20].upper()!r}: choose one of {names}.")
 
 
 def check_pace(pace: float | None, finish_by: datetime | None, now: datetime) -> None:

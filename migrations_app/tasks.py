@@ -8,6 +8,7 @@ from celery import Task, shared_task
 
 from durable import driver
 from durable.clock import database_now
+from migrations_app import rehearsing
 from migrations_app.domain.phases import PROMPT, Phase
 from migrations_app.steps import machine
 
@@ -68,6 +69,12 @@ def verify(self: Task, pk: int) -> None:
 def step(self: Task, pk: int) -> None:
     """Every other phase."""
     _walk(self, pk)
+
+
+@shared_task(name="migrations_app.scratch")
+def scratch() -> None:
+    """Remove what rehearsals left that were killed."""
+    rehearsing.sweep(now=database_now())
 
 
 @shared_task(name="migrations_app.due")

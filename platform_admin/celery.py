@@ -55,6 +55,12 @@ app.conf.update(
     beat_schedule={
         # Rows that are due and whose message was lost.
         "moves": {"task": "migrations_app.due", "schedule": 1.0, "options": {"expires": 2.0}},
+        # Scratch names of rehearsals that were killed.
+        "scratch": {
+            "task": "migrations_app.scratch",
+            "schedule": 600.0,
+            "options": {"queue": "bulk", "expires": 600.0},
+        },
         # Instances whose lease and longest turn are over.
         "instances": {"task": "tenants.sweep", "schedule": 5.0, "options": {"expires": 5.0}},
     },

@@ -120,6 +120,24 @@ def onward(mode: Mode, phase: Phase) -> Phase:
     return FORWARD[phase]
 
 
+def pausable_before(mode: Mode) -> tuple[Phase, ...]:
+    """Return the phases before which a move can be told to pause, in order.
+
+    It then pauses in the phase that leads there, as somebody's request would let it: TARGET, which
+    nothing stops, leads to SOAK.
+
+    >>> [str(phase) for phase in pausable_before(Mode.FENCE)]
+    ['backfill', 'drain', 'delta', 'verify', 'target', 'offboard']
+    """
+    found, phase = [], Phase.PREPARE
+    while phase in FORWARD:
+        then = onward(mode, phase)
+        if phase not in UNPAUSABLE:
+            found.append(then)
+        phase = then
+    return tuple(found)
+
+
 NO_RETURN = frozenset({Phase.TARGET, Phase.OFFBOARD, Phase.REVERSE_TARGET})
 ENDED = frozenset(phase for phase, edges in TABLE.items() if not edges)
 # The way back: data goes from the move's target to its source.

@@ -8,10 +8,11 @@ row, which is taken under this step's claim first; in our own database by `holdi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from durable.driver import Clock, Machine
-from durable.machine import Outcome, Wait
+from durable.machine import Go, Outcome, Wait
 from migrations_app import queries
 from migrations_app.domain.phases import (
     FENCED,
@@ -51,6 +52,32 @@ def _while_paused(move: TenantMigration, clock: Clock) -> Outcome:
     return Wait(1.0)
 
 
+Step = Callable[[TenantMigration, Clock], Outcome]
+
+
+def _pausing(step: Step, move: TenantMigration, clock: Clock) -> Outcome:
+    """Take a step, and pause where it would enter the phase that the move was told to pause before.
+
+    The move stays in the phase that it is in, as if a person had paused it in time: whatever that
+    phase has looked at is looked at again when it goes on, and a closed fence keeps its deadline.
+    The step's answer is void, as a killed worker's is.
+    """
+    outcome = step(move, clock)
+    if not isinstance(outcome, Go) or outcome.to != move.pause_before:
+        return outcome
+    asked = f"before {outcome.to.upper()}, as asked at the start"
+    return Wait(
+        note=f"Paused {asked}",
+        changes={
+            "pause_before": "",
+            "pause_requested_at": clock(),
+            "pause_requested_by": move.started_by,
+            "pause_reason": asked,
+            "waiting_for": "",
+        },
+    )
+
+
 STEPS: dict[Phase, Callable[[TenantMigration, Clock], Outcome]] = {
     Phase.PREPARE: prepare,
     Phase.BACKFILL: backfill,
@@ -74,7 +101,7 @@ def machine(enqueue: Callable[[int, Any, float], None]) -> Machine:
     return Machine(
         model=TenantMigration,
         table=TABLE,
-        steps=STEPS,
+        steps={phase: partial(_pausing, step) for phase, step in STEPS.items()},
         way_out=_way_out,
         no_return=NO_RETURN,
         unpausable=UNPAUSABLE,

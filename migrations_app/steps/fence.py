@@ -11,7 +11,7 @@ from typing import Any
 from durable.driver import Clock, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
-from migrations_app import artifacts, channels, copying, memory, ports, queries
+from migrations_app import artifacts, channels, copying, memory, ports, queries, rehearsing
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.phases import (
     REVERSED,
@@ -308,6 +308,9 @@ def reverse_target(move: TenantMigration, clock: Clock) -> Outcome:
         f"rolled back: {move.rollback_reason}",
         clock,
     )
+    if move.rehearsal:
+        with holding(move) as row:
+            rehearsing.keep_figures(row)
     return Go(Phase.ROLLED_BACK, words, {"ended_at": opened_at, "waiting_for": ""})
 
 

@@ -85,8 +85,11 @@ def _behind(move: TenantMigration) -> tuple[str, ...]:
 
 
 def _mark_seconds(move: TenantMigration, source: SessionStore) -> float:
-    """Time the mark that the fence will take, once: on SQLite it is a long look at a live file."""
-    if move.mark_seconds is not None:
+    """Time the mark that the fence will take, once: on SQLite it is a long look at a live file.
+
+    What a move begins with is of another day, and is measured anew.
+    """
+    if move.mark_seconds is not None and move.passes > 1:
         return move.mark_seconds
     begun = time.perf_counter()
     source.mark()

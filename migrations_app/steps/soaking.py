@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from durable.driver import Clock, holding
+from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
 from migrations_app import artifacts, copying, queries
 from migrations_app.copying import Meter, Timer
@@ -47,6 +48,8 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
     left = (move.soak_until - clock()).total_seconds()
     if left > 0:
         return Wait(min(left, LOOK_SECONDS))
+    if move.rehearsal:
+        return _go_back(move, clock)
     if move.offboard_automatically or move.offboard_confirmed_at:
         return Go(
             Phase.OFFBOARD,
@@ -60,6 +63,24 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
             },
         )
     return common.waiting(move, "the typed confirmation to delete the source's copy", seconds=2.0)
+
+
+def _go_back(move: TenantMigration, clock: Clock) -> Wait:
+    """Ask for a rehearsal's way back, once: who stops it, or what did, is not overruled."""
+    if move.came_from:
+        return common.waiting(move, "somebody to roll back: the way back was stopped", seconds=2.0)
+    with holding(move) as row:
+        if row.rollback_requested_at is None:
+            row.rollback_requested_at, row.rollback_requested_by = clock(), row.started_by
+            row.rollback_reason = "rehearsed"
+            row.save(
+                update_fields=[
+                    "rollback_requested_at",
+                    "rollback_requested_by",
+                    "rollback_reason",
+                ]
+            )
+    return Wait(note="Rehearsed as far as the target: the way back is asked for")
 
 
 def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
@@ -226,9 +247,15 @@ def stay(move: TenantMigration, clock: Clock) -> Outcome:
     )
 
 
+class NothingToDelete(Refused):
+    """The move may not delete the source's copy."""
+
+
 def offboard(move: TenantMigration, clock: Clock) -> Outcome:
     """Delete the source's copy, session by session only where it is still what was recorded."""
     meter, timer = Meter(), Timer()
+    if move.rehearsal and move.leave_requested_at is None:
+        raise NothingToDelete(f"{move} is a rehearsal: nothing is deleted at its source.")
     if move.leave_requested_at is not None:
         left = move.stamps.count()
         return Go(
