@@ -35,6 +35,8 @@ class Feed:
         # (feed version that stamped it, row)
         self.rows: dict[str, tuple[int, dict[str, Any]]] = {}
         self.asked: list[str] = []
+        # How long an answer takes, seconds.
+        self.takes = 0.0
         # An answer to give instead, or an error to raise.
         self.instead: Answer | OSError | None = None
         self.place("acme", 1)
@@ -60,6 +62,7 @@ class Feed:
     ) -> Answer:
         assert (method, headers["Authorization"]) == ("GET", "Bearer gateway-token")
         self.asked.append(path.partition("?")[2])
+        time.sleep(self.takes)
         if isinstance(self.instead, OSError):
             raise self.instead
         if self.instead is not None:
@@ -408,8 +411,11 @@ async def test_a_gateway_that_knows_nothing_is_not_ready(feed: Feed) -> None:
         await Gateway(placements).route("acme", Cells("done").send)
 
 
-async def test_many_stale_turns_share_one_read(feed: Feed, gateway: Gateway) -> None:
+async def test_many_stale_turns_share_one_read_however_long_it_takes(
+    feed: Feed, gateway: Gateway
+) -> None:
     feed.place("acme", 2, "b")
+    feed.takes = 0.3
 
     async def send(offer: Offer) -> str:
         await asyncio.sleep(0)
