@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -11,15 +11,22 @@ from django.db.models import Q
 
 from migrations_app import ports, queries, rehearsing
 from migrations_app.domain import throttle
+from migrations_app.domain.channels import StepBy
 from migrations_app.domain.phases import ENDED, Mode, Phase
 from migrations_app.domain.quote import ASSUMED_RATE, Quote, quote
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import Survey
-from migrations_app.preflight import Preflight, preflight
-from migrations_app.services import InvalidOption, check_pace, check_pause, check_times
+from migrations_app.preflight import ARTIFACTS, MEMORY, Preflight, preflight
+from migrations_app.services import (
+    InvalidOption,
+    check_idle,
+    check_pace,
+    check_pause,
+    check_times,
+)
 from tenants import queries as tenants_queries
 from tenants.domain.words import clock, counted, duration, limit, rate
-from tenants.models import Cell, Counter, Store, Tenant
+from tenants.models import Cell, Counter, RuntimeInstance, Store, Tenant
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,14 @@ class _Plan:
         return _proves(self.found)
 
     @property
+    def splits(self) -> bool:
+        return self.move.mode == Mode.SPLIT
+
+    def said(self, name: str) -> str:
+        """Return what the check of this name found; "" where nobody asked."""
+        return next((check.detail for check in self.found.checks if check.name == name), "")
+
+    @property
     def held(self) -> str:
         return f"{counted(self.source.sessions, 'session')} of {counted(self.source.users, 'user')}"
 
@@ -137,10 +152,14 @@ def dry_run(
     )
     check_times(move.budget_seconds, move.drain_bound_seconds, move.soak_seconds)
     check_pace(move.pace_per_second, move.finish_by, now)
+    check_idle(move.idle_seconds, move.idle_bound_seconds)
     check_rows(rows_per_second, move.pace_per_second, move.finish_by)
     check_pause(move.pause_before, Mode(move.mode))
     if home.store == target_store:
         return DryRun(None, (f"{tenant} lives on {target_store} already. Choose another store.",))
+    if move.mode == Mode.SPLIT and home.cell == target_cell:
+        here = f"{tenant} lives in {target_cell} already, and a split is between two cells: choose"
+        return DryRun(None, (f"{here} another cell, or a move by fence.",))
     found = preflight(
         tenant,
         source_cell=home.cell,
@@ -316,7 +335,9 @@ def _fence(
 
 def _narrated(plan: _Plan) -> Iterator[tuple[Phase, str]]:
     yield Phase.PREPARE, _prepare(plan)
-    yield Phase.BACKFILL, _backfill(plan)
+    yield Phase.BACKFILL, f"{_backfill(plan)}{_beside(plan)}"
+    if plan.splits:
+        yield Phase.SPLIT, _split(plan)
     yield Phase.DRAIN, _drain(plan)
     yield Phase.DELTA, _delta(plan)
     yield Phase.VERIFY, _verify(plan)
@@ -337,6 +358,11 @@ def _prepare(plan: _Plan) -> str:
     if plan.source.interrupted:
         text += (
             f" {counted(plan.source.interrupted, 'interrupted turn')} would be kept as they are."
+        )
+    if move.source_cell != move.target_cell:
+        text += (
+            f" Instances of {move.target_cell} are told of {move.tenant} and refuse its turns: its"
+            " runner, its limits and its store are there before the first one."
         )
     return text
 
@@ -360,10 +386,65 @@ def _backfill(plan: _Plan) -> str:
     return f"{text} {move.tenant} is served all the while; what changes meanwhile is copied again."
 
 
+def _beside(plan: _Plan) -> str:
+    """Return what goes over beside the sessions, as far as it was looked at."""
+    text = ""
+    if held := plan.said(ARTIFACTS):
+        text += f" Artifacts: {held}."
+        if plan.move.source_store.artifacts_from and plan.move.target_store.artifacts_from:
+            text += " Versions go over in their order; which number became which is kept."
+    if memory := plan.said(MEMORY):
+        text += f" Memory: {memory}."
+    channels = list(queries.channels_of(plan.move.tenant))
+    if not channels:
+        return f"{text} No side channel is registered: what else is kept by tenant stays behind."
+    listed = ", ".join(
+        f"{channel} ({'required' if channel.required else 'optional'}, {_done_by(channel.copy_by)})"
+        for channel in channels
+    )
+    text += f" Side channels: {listed}."
+    if any(channel.required for channel in channels):
+        text += " The fence waits until every required one is copied."
+    return text
+
+
+def _done_by(by: str) -> str:
+    return "by a person" if by == StepBy.PERSON else f"by a {by}"
+
+
+def _split(plan: _Plan) -> str:
+    move, version = plan.move, Counter.objects.get().placement_version + 1
+    begins = "By itself" if move.automatic else "When somebody says so"
+    if move.fence_not_before is not None:
+        begins += f", after {clock(move.fence_not_before, plan.now)} UTC"
+    users = counted(plan.source.users, "user")
+    return (
+        f"{begins}, {move.source_cell} takes only sessions that {move.source_store} has. New ones"
+        " get retry-after until turns that ran before have ended,"
+        f" {limit(move.drain_bound_seconds)} at most; shared state of {users} goes over, as the"
+        f" base of a merge. Then placement version {version} names both sides: known sessions are"
+        f" served on {move.source_store}, in"
+        f" {move.source_cell}, new ones begin on {move.target_store}, in {move.target_cell}. A"
+        f" delete of a known session waits for TARGET. The source is waited for until none of its"
+        f" sessions has changed for {limit(move.idle_seconds)}, {limit(move.idle_bound_seconds)} at"
+        " most."
+    )
+
+
 def _drain(plan: _Plan) -> str:
     move = plan.move
     live = tenants_queries.live_instances(move.source_cell, now=plan.now)
-    if plan.fence_at is not None:
+    text = _drained(plan, live)
+    if plan.splits:
+        text += f" {move.target_store} goes on serving what was born there."
+    return text
+
+
+def _drained(plan: _Plan, live: Sequence[RuntimeInstance]) -> str:
+    move = plan.move
+    if plan.splits:
+        when = "Once the source is idle, or has been waited for long enough,"
+    elif plan.fence_at is not None:
         when = f"At {clock(plan.fence_at, plan.now)} UTC at the earliest, once its quote fits,"
     elif move.fence_not_before is not None:
         when = f"When somebody says so, after {clock(move.fence_not_before, plan.now)} UTC,"
@@ -400,7 +481,11 @@ def _delta(plan: _Plan) -> str:
         )
     shared = plan.source.users / (plan.rates.shared or ASSUMED_RATE)
     users = counted(plan.source.users, "user")
-    return f"{text} Shared state of {users} by value, {duration(shared)}."
+    how = "key by key, the newer change wins" if plan.splits else "by value"
+    text = f"{text} Shared state of {users} {how}, {duration(shared)}."
+    if plan.said(ARTIFACTS) or plan.said(MEMORY):
+        text += " Artifacts and memory of what changed follow."
+    return text
 
 
 def _verify(plan: _Plan) -> str:
@@ -417,16 +502,21 @@ def _verify(plan: _Plan) -> str:
             f"{held} are compared, every one, {duration(seconds)}: on SQLite a stamp doesn’t show"
             " an edit in place."
         )
+    if plan.said(ARTIFACTS):
+        text += " So must every version of an artifact, and their number per user."
+    if any(channel.required for channel in queries.channels_of(move.tenant)):
+        text += " TARGET waits until every required side channel is green."
     waits = " Then it waits for somebody to flip; the deadline holds." if move.flip_by_hand else ""
     return f"{text} One that differs blocks the flip.{waits}"
 
 
 def _target(plan: _Plan) -> str:
     move = plan.move
-    version = Counter.objects.get().placement_version + 1
+    version = Counter.objects.get().placement_version + (2 if plan.splits else 1)
     quoted = plan.fence
     text = (
-        f"Placement version {version}: {move.tenant} on {move.target_cell}, {move.target_store}."
+        f"Placement version {version}: {'all of ' if plan.splits else ''}{move.tenant} on"
+        f" {move.target_cell}, {move.target_store}."
         f" The fence: {duration(quoted.expected)} expected, {duration(quoted.worst)} at worst,"
         f" budget {limit(move.budget_seconds)}."
     )
@@ -456,11 +546,20 @@ def _offboard(plan: _Plan) -> str:
 
 def _ways_back(plan: _Plan) -> Iterator[Line]:
     move = plan.move
-    yield Line(
-        "Abort",
-        f"Until TARGET, at any moment: {move.source_store} opens again, and what was copied is"
-        f" removed from {move.target_store}.",
-    )
+    if plan.splits:
+        yield Line(
+            "Abort",
+            f"Until the target takes new sessions: what was copied is removed from"
+            f" {move.target_store}, nothing else. From SPLIT until TARGET: what was born on"
+            f" {move.target_store} is carried back to {move.source_store} inside a fence on"
+            f" {move.target_cell}, shared state is merged, and {move.source_store} serves all.",
+        )
+    else:
+        yield Line(
+            "Abort",
+            f"Until TARGET, at any moment: {move.source_store} opens again, and what was copied is"
+            f" removed from {move.target_store}.",
+        )
     each = _each(plan.rates.copy or ASSUMED_RATE)
     yield Line(
         "Roll back",

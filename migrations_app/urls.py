@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.urls import path
 
-from migrations_app import views, views_channels
+from migrations_app import views, views_channels, views_rehearsals
 
 MOVE = "moves/mv-<int:pk>"
 
@@ -61,4 +61,6 @@ urlpatterns = [
     path("restored/<slug:slug>/settle/", views.settle, name="settle"),
     path("restored/<slug:slug>/leave/", views.leave_refused, name="leave_refused"),
     path("tenants/<slug:slug>/moves/", views.tenant_moves, name="tenant_moves"),
+    path("tenants/<slug:slug>/rehearsals/", views_rehearsals.rehearsals, name="rehearsals"),
+    path("tenants/<slug:slug>/rehearse/", views_rehearsals.rehearse, name="rehearse"),
 ]

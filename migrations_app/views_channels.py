@@ -105,6 +105,12 @@ def side_channels(request: HttpRequest) -> HttpResponse:
     return render(request, "migrations_app/side_channels.html", context)
 
 
+def tenant_channels_context(tenant: Tenant) -> dict[str, Any]:
+    """Return what `_tenant_channels.html` draws."""
+    rows = queries.channels_of(tenant).select_related("agent", "tenant")[:CHANNEL_ROWS]
+    return {"tenant": tenant, "channel_lines": [channels_panel.registered(row) for row in rows]}
+
+
 class _Owner:
     """Whose channels a page is about: a tenant's, an agent's, or everybody's."""
 

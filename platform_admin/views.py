@@ -11,19 +11,25 @@ from django.contrib.auth.forms import AuthenticationForm
 from django.contrib.auth.views import LoginView, LogoutView
 from django.core.cache import cache
 from django.core.exceptions import ValidationError
+from django.core.paginator import Paginator
 from django.db import DatabaseError, connection
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
-from django.shortcuts import render
+from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
 from durable.clock import database_now
+from durable.errors import Refused
+from migrations_app import services
 from migrations_app.panels import lists
 from migrations_app.panels import overview as moves
-from migrations_app.views import live_moves_context, tenant_moves_context
+from migrations_app.views import live_moves_context, said, tenant_moves_context
+from migrations_app.views_channels import tenant_channels_context
+from migrations_app.views_rehearsals import rehearsals_context
 from platform_admin.strip import signals as read_signals
 from tenants import panels as tenants
 from tenants.domain.roles import Role
 from tenants.domain.words import ago, counted
+from tenants.models import Store
 from tenants.panels import Attention, TenantsFilter
 from tenants.views import access, cells_context, tenant_instances_context
 
@@ -145,9 +151,74 @@ def tenant(request: HttpRequest, slug: str) -> HttpResponse:
     context = {
         **tenant_instances_context(page, now),
         **tenant_moves_context(page.tenant, now),
+        **tenant_channels_context(page.tenant),
+        **rehearsals_context(page.tenant, now),
         "v": page.version,
     }
     return render(request, "tenants/tenant.html", context)
+
+
+STORE_ROWS = 50
+
+
+@require_safe
+@access(Role.VIEWER)
+def stores(request: HttpRequest) -> HttpResponse:
+    """Every store: its kind, where its address comes from, and what is kept beside it."""
+    page = Paginator(tenants.stores(), STORE_ROWS).get_page(_page_number(request))
+    lines = [tenants.store_line(store) for store in page]
+    context = {"now": database_now(), "page": page, "lines": lines}
+    return render(request, "tenants/stores.html", context)
+
+
+@require_safe
+@access(Role.VIEWER)
+def store(request: HttpRequest, key: str) -> HttpResponse:
+    """One store, and where the artifact and memory services beside its sessions are."""
+    return _store_page(request, _store(key))
+
+
+@require_POST
+@access(Role.ADMIN)
+def store_services(request: HttpRequest, key: str) -> HttpResponse:
+    """Say where the services beside a store's sessions are; references only."""
+    found = _store(key)
+    given = {name: request.POST.get(name, "").strip() for name in BESIDE}
+    try:
+        services.set_store_services(
+            found,
+            **given,
+            by=request.user.get_username(),
+            reason=request.POST.get("reason", "").strip(),
+            now=database_now(),
+        )
+    except Refused as refusal:
+        return _store_page(request, found, refused=said(refusal), given=given)
+    return redirect("store", key=key)
+
+
+BESIDE = ("artifacts_from", "memory_from")
+
+
+def _store(key: str) -> Store:
+    found: Store | None = tenants.stores().filter(key=key).first()
+    if found is None:
+        raise Http404(f"There is no store {key}.")
+    return found
+
+
+def _store_page(
+    request: HttpRequest, found: Store, *, refused: str = "", given: dict[str, str] | None = None
+) -> HttpResponse:
+    context = {
+        "now": database_now(),
+        "line": tenants.store_line(found),
+        "given": given or {name: getattr(found, name) for name in BESIDE},
+        "moves": lists.live_moves_by(found),
+        "may_set": request.role is Role.ADMIN,
+        "refused": refused,
+    }
+    return render(request, "tenants/store.html", context, status=409 if refused else 200)
 
 
 class SignInForm(AuthenticationForm):

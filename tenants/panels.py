@@ -12,7 +12,7 @@ from django.db.models import Count, F, Q, QuerySet
 
 from tenants import queries
 from tenants.domain.fence import Accepts, GoneWhy, ask_ends, has_lapsed
-from tenants.domain.names import Tier
+from tenants.domain.names import StoreKind, Tier
 from tenants.domain.words import Status, counted
 from tenants.models import (
     Cell,
@@ -177,6 +177,46 @@ def longest_tool_seconds(cell: Cell, *, now: datetime) -> float:
     """Return the longest tool time-out that a live instance of the cell stated; 0 if none lives."""
     alive = queries.live_instances(cell, now=now)
     return max((row.longest_tool_seconds for row in alive), default=0.0)
+
+
+# --- stores -----------------------------------------------------------------------------------
+
+# What a kind means for a move, in a sentence.
+KINDS = {
+    StoreKind.ADK_SQL: "Tables of google-adk's DatabaseSessionService, read and written as rows;"
+    " a move closes it to agents behind its fence.",
+    StoreKind.ADK_SQLITE: "A file of google-adk's SqliteSessionService, read and written as rows;"
+    " a move closes it to agents behind its fence.",
+    StoreKind.ADK_SERVICE: "Any google-adk session service, by replay through its interface. It"
+    " can't be closed: a fence's proof is protocol and lease alone.",
+}
+
+
+@dataclass(frozen=True)
+class StoreLine:
+    """One store as a list of them shows it; addresses are references, never what they lead to."""
+
+    store: Store
+    tenants: int
+    kind: str
+    # What the last survey found there, in words; "" where none has looked.
+    found: str
+
+
+def stores() -> QuerySet[Store]:
+    """Return every store by key, with how many tenants live there."""
+    rows = Store.objects.select_related("region").order_by("key")
+    return rows.annotate(tenants=Count("placements"))
+
+
+def store_line(store: Store) -> StoreLine:
+    """Return a row of `stores` as pages show it."""
+    survey = store.survey or {}
+    found = str(survey.get("database", ""))
+    if survey.get("can_close") is False:
+        found = f"{found}, can't be closed".lstrip(", ")
+    kind = KINDS.get(StoreKind(store.kind), "") if store.kind in set(StoreKind) else ""
+    return StoreLine(store, getattr(store, "tenants", 0), kind, found)
 
 
 # --- cells ------------------------------------------------------------------------------------
@@ -470,7 +510,13 @@ class TenantPage:
 def tenant_page(slug: str) -> TenantPage | None:
     """Return the tenant of this slug; None if there is none, or it was never placed."""
     tenant = (
-        Tenant.objects.select_related("agent", "placement__cell__region", "placement__store")
+        Tenant.objects.select_related(
+            "agent",
+            "placement__cell__region",
+            "placement__store",
+            "placement__split_cell",
+            "placement__split_store",
+        )
         .exclude(placement=None)
         .filter(slug=slug)
         .first()

@@ -28,6 +28,7 @@ from migrations_app.panels.seen import (
     moves,
     with_mismatches,
 )
+from tenants.domain.names import StoreKind
 from tenants.domain.words import Status, duration, elapsed, limit, rate
 from tenants.models import Cell, Placement, Store, Tenant
 
@@ -199,6 +200,12 @@ def live_move_of(tenants: Iterable[Tenant]) -> dict[int, TenantMigration]:
     return {move.tenant_id: move for move in rows}
 
 
+def live_moves_by(store: Store) -> list[TenantMigration]:
+    """Return the live moves from or to a store: what they go by can't be changed meanwhile."""
+    sides = Q(source_store=store) | Q(target_store=store)
+    return list(moves().filter(sides).exclude(phase__in=ENDED_VALUES).order_by("id")[:20])
+
+
 def live_states(tenants: Iterable[Tenant], *, now: datetime) -> dict[int, LiveMove]:
     """Return the live move of each of these tenants that has one, and its state in words."""
     rows = moves().filter(tenant__in=list(tenants)).exclude(phase__in=ENDED_VALUES)
@@ -234,8 +241,13 @@ def targets(placement: Placement) -> Targets:
     )
     return Targets(
         tuple((cell.slug, _cell_words(cell, placement)) for cell in cells),
-        tuple((store.key, f"{store.key} ({store.kind}, {store.region})") for store in stores),
+        tuple((store.key, _store_words(store)) for store in stores),
     )
+
+
+def _store_words(store: Store) -> str:
+    how = ", by replay" if store.kind == StoreKind.ADK_SERVICE else ""
+    return f"{store.key} ({store.kind}{how}, {store.region})"
 
 
 def _cell_words(cell: Cell, placement: Placement) -> str:
