@@ -301,8 +301,11 @@ def read_stores(asked: Collection[Store], *, app_name: str | None = None) -> Sto
     """Read the guard rows of all tenants, or of one: a connection a store, several at a time."""
     rows: dict[str, dict[str, GuardRow]] = defaultdict(dict)
     silent = {}
+    # A store behind google-adk's interface can't list its tenants: it is asked for each.
+    among = [app_name] if app_name else list(Tenant.objects.values_list("app_name", flat=True))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for store, answer in zip(asked, pool.map(_guards, asked), strict=True):
+        answers = pool.map(lambda store: _guards(store, among), asked)
+        for store, answer in zip(asked, answers, strict=True):
             if isinstance(answer, str):
                 silent[store.key] = answer
                 continue
@@ -312,11 +315,11 @@ def read_stores(asked: Collection[Store], *, app_name: str | None = None) -> Sto
     return Stores(rows, silent)
 
 
-def _guards(store: Store) -> dict[str, Guard] | str:
+def _guards(store: Store, among: Collection[str]) -> dict[str, Guard] | str:
     """Return the store's guard rows, or why it does not answer."""
     try:
         with ports.open_store(store.kind, store.address_from, app_name="") as port:
-            rows = port.guards()
+            rows = port.guards(among)
             # A file or a schema that is away looks like a store that nobody ever closed.
             if not rows and (store.survey or {}).get("schema_version") and not port.has_tables:
                 return "it had session tables when it was last looked at, and has none now"

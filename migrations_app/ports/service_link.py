@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
@@ -41,6 +42,7 @@ CONNECT_SECONDS = 3
 CLOSE_SECONDS = 3.0
 # Calls at once: more hide only what the database takes, the rest is one core of Python.
 AT_ONCE = 4
+THREAD = "adk-service"
 # SQLite's one writer: with 16 at once google-adk met "database is locked".
 ALONE = (Layout.SERVICE_SQLITE, Layout.SERVICE_ADK_SQLITE)
 
@@ -56,9 +58,7 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="adk-service", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name=THREAD, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float = CALL_SECONDS) -> T:
@@ -200,6 +200,20 @@ class ServiceLink:
             )
 
 
+def _not_ours(record: logging.LogRecord) -> bool:
+    return record.threadName != THREAD
+
+
+def _hush() -> None:
+    """Keep out of the log what google-adk says of our calls: it quotes addresses and values.
+
+    What is raised is answered here, in words of ours; agents in this process log as before.
+    """
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("google_adk"):
+            logging.getLogger(name).addFilter(_not_ours)
+
+
 async def _awaited(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
@@ -213,6 +227,7 @@ async def _opened(uri: str, reference: str) -> BaseSessionService:
             f"{reference} is opened by google-adk, which is not installed here. Install the extra:"
             " pip install switchyard[adk]."
         ) from None
+    _hush()
     try:
         if uri.startswith("python:"):
             service = await _awaited(made(uri))
@@ -242,6 +257,8 @@ def _database(uri: str) -> BaseSessionService:
     """Open what the registry has no scheme for, as google-adk's own commands do."""
     from google.adk.sessions import DatabaseSessionService
 
+    # Its module has a logger of its own, and is here only now.
+    _hush()
     if uri.startswith("postgresql+psycopg:"):
         seconds = {"connect_timeout": CONNECT_SECONDS}
         return DatabaseSessionService(uri, connect_args=seconds)

@@ -16,6 +16,7 @@ from google.adk.errors.already_exists_error import AlreadyExistsError
 from google.adk.events.event import Event
 from google.adk.events.event_actions import EventActions
 from google.adk.sessions import BaseSessionService, InMemorySessionService
+from google.genai import types
 
 from durable.machine import Overtaken
 from migrations_app import ports
@@ -176,7 +177,9 @@ def test_without_google_adk_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
-def test_a_server_that_does_not_answer_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_unreachable_and_not_named_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("STORE_BAD", "postgresql+psycopg://u:secret@127.0.0.1:1/none")
     with (
         pytest.raises(Unreachable) as refused,
@@ -184,6 +187,7 @@ def test_a_server_that_does_not_answer_is_unreachable(monkeypatch: pytest.Monkey
     ):
         pass
     assert "secret" not in str(refused.value)
+    assert "127.0.0.1" not in f"{refused.value} {caplog.text}"
 
 
 # --- the guard -----------------------------------------------------------------------------------
@@ -194,12 +198,18 @@ def test_the_guard_is_invisible_and_rises(
     layout: Layout, new_place: Callable[[Layout, str], Place]
 ) -> None:
     place = new_place(layout, "TARGET")
+    with ports.open_store("adk-service", place.reference, app_name="") as nobody:
+        assert nobody.guards() == {}
     with opened(place) as store:
         store.provision()
         assert store.guard() is None
         store.adopt(None, mover=True, agents=False)
         assert store.guard() == Guard(1, 1, True, False)
-        assert store.guards(["support.other"]) == {ACME: Guard(1, 1, True, False)}
+    with ports.open_store("adk-service", place.reference, app_name="") as nobody:
+        found = nobody.guards(["support.other", ACME])
+        # Whoever held it is closed, and has said so.
+        assert found == {ACME: Guard(1, 1, True, False)}
+    with opened(place) as store:
         assert store.page(START, 10) == []
         assert store.counts() == Counts(0, 0)
         assert store.shared_page(None, 10) == []
@@ -336,6 +346,80 @@ def test_a_session_that_takes_longer_than_a_step_is_gone_on_with(
     # Each step added to what the one before had left.
     assert seen == sorted(seen)
     assert seen[-1] > seen[1] > 0
+
+
+async def fill_oddly(service: BaseSessionService) -> None:
+    """Write what is legal and easy to spoil on the way."""
+    state = {
+        " user:x": 1,
+        "temp": {"deep": [None, {"": None, "n": [1.0, -1e-7, 2**70]}]},
+        "user:": "no name",
+        "app:": {"none": None},
+        "user:app:k": [],
+        "big": "x€" * 500_000,
+    }
+    made = await service.create_session(
+        app_name=ACME, user_id="ü 'q' %s", session_id="%s {id}\\", state=state
+    )
+    for name, at in (("a", -86_400.25), ("b", 0.0), ("c", 0.0), ("d\t", SECOND)):
+        event = Event(
+            id=name,
+            invocation_id="",
+            author="user",
+            timestamp=at,
+            content=types.Content(
+                parts=[
+                    types.Part(text="y€" * 200_000 if name == "a" else ""),
+                    types.Part(inline_data=types.Blob(data=b"\xff\x00\xfb", mime_type="x/y")),
+                    types.Part(
+                        function_call=types.FunctionCall(
+                            id="f", name="tool", args={"a": None, "b": {"c": [None, 0.1 + 0.2]}}
+                        )
+                    ),
+                ]
+            ),
+            actions=EventActions(
+                state_delta={"n": None, "deep": {"a": {"b": None}}, "user:": "still none"},
+                artifact_delta={"f.txt": 2},
+            ),
+            custom_metadata={"k": None, "m": {"x": [None]}},
+        )
+        await service.append_event(made, event)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Layout.POSTGRESQL, SERVER),
+        (Layout.POSTGRESQL, FILE),
+        (Layout.SQLITE, MEMORY),
+        (FILE, Layout.POSTGRESQL),
+        (MEMORY, Layout.ADK_SQLITE),
+        (SERVER, MEMORY),
+    ],
+)
+def test_what_is_legal_and_easy_to_spoil_arrives(
+    one: Layout, other: Layout, new_place: Callable[[Layout, str], Place]
+) -> None:
+    source, target = new_place(one, "SOURCE"), new_place(other, "TARGET")
+    agent(source, fill_oddly)
+    target.prepare()
+    copy_all(source, target)
+    with source.port() as here, target.port() as there:
+        [(key, _)] = here.page(START, 10)
+        ours, theirs = ports.digests_of_both(here, there, [key])
+        assert ours[key][:2] == theirs[key][:2], ports.difference(here, there, key)
+        shared = here.shared_page(None, 10)
+        held = there.shared([row.user_id for row in shared])
+        assert all(ports.same_shared(here, there, row, held[row.user_id]) for row in shared)
+        assert ports.counts_of_both(here, there)[0] == ports.counts_of_both(here, there)[1]
+
+    async def read(service: BaseSessionService) -> Any:
+        found = await service.get_session(app_name=ACME, user_id=key[0], session_id=key[1])
+        assert found is not None
+        return found.model_dump()
+
+    assert agent(target, read) == agent(source, read)
 
 
 def test_only_what_came_since_is_appended_and_an_edit_is_written_anew(
@@ -605,12 +689,12 @@ class Renaming(InMemorySessionService):
 
 
 class Lossy(InMemorySessionService):
-    """Keeps no actions, as a store of another language does."""
+    """Keeps events without one of their parts, as stores of other languages do."""
+
+    lost: dict[str, Any]
 
     async def append_event(self, session: Any, event: Event) -> Event:
-        return await super().append_event(
-            session, event.model_copy(update={"actions": EventActions()})
-        )
+        return await super().append_event(session, event.model_copy(update=self.lost))
 
 
 def test_what_a_service_does_not_keep_is_left_out_and_said(
@@ -648,11 +732,13 @@ def test_a_service_that_renames_sessions_is_found_out_and_leaves_nothing(
     assert not any(service.sessions[ACME].values())
 
 
+@pytest.mark.parametrize("lost", ["actions", "custom_metadata"])
 def test_a_service_that_loses_parts_of_events_is_refused(
-    new_place: Callable[[Layout, str], Place],
+    lost: str, new_place: Callable[[Layout, str], Place]
 ) -> None:
     target = new_place(MEMORY, "TARGET")
     MEMORIES["TARGET"] = service = Lossy()
+    service.lost = {lost: EventActions() if lost == "actions" else None}
     with target.port() as there, pytest.raises(CannotHold, match="as it was given one"):
         there.provision()
     assert not any(service.sessions[ACME].values())

@@ -130,8 +130,8 @@ def test_a_replay_that_takes_several_steps_gets_through(
     across: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with across.source.connection() as connection:
-        across.source.add_session(connection, APP, "u-1", "s-long", 30)
-    monkeypatch.setattr(ports.mixed, "REPLAY_SECONDS", 0.1)
+        across.source.add_session(connection, APP, "u-1", "s-long", 60)
+    monkeypatch.setattr(ports.mixed, "REPLAY_SECONDS", 0.4)
     across.start(offboard_automatically=False)
     across.run(until=Phase.SOAK)
     assert held(across, "target") == held(across, "source")

@@ -22,13 +22,15 @@ def new_place(
     """Make an empty store of a layout, known to this process by the variable STORE_<name>."""
 
     def create(dialect: str, name: str) -> Place:
-        if dialect.endswith("sqlite"):
-            path = str(tmp_path / f"{name}.db")
-            kind = "adk-sqlite" if dialect == "adk-sqlite" else "adk-sql"
-            place = Place("sqlite", f"sqlite:///{path}", f"env:STORE_{name}", path, kind)
-        else:
+        if dialect == "postgresql":
             url = request.getfixturevalue("new_database")()
             place = Place(dialect, url, f"env:STORE_{name}")
+        else:
+            path = str(tmp_path / f"{name}.db")
+            kind = "adk-sql" if dialect == "sqlite" else dialect
+            # A service's is DatabaseSessionService: its tables are those of adk-sql.
+            scheme = "sqlite+aiosqlite" if kind == "adk-service" else "sqlite"
+            place = Place("sqlite", f"{scheme}:///{path}", f"env:STORE_{name}", path, kind)
         monkeypatch.setenv(f"STORE_{name}", place.url)
         return place
 

@@ -23,6 +23,10 @@ TABLES = ("app_states", "user_states", "sessions", "events")
 
 # What only DatabaseSessionService's tables have: a version, NULL data, an index to lose.
 of_adk_sql = pytest.mark.parametrize("dialect", ["postgresql", "sqlite"])
+# What a store does even where nothing but google-adk's interface reaches it.
+of_every_kind = pytest.mark.parametrize(
+    "dialect", ["postgresql", "sqlite", "adk-sqlite", "adk-service"]
+)
 
 
 @dataclass(frozen=True)

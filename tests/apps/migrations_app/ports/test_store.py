@@ -26,7 +26,7 @@ from migrations_app.ports.base import (
 )
 from migrations_app.ports.postgres import MANY
 from tests.apps.migrations_app.ports import places
-from tests.apps.migrations_app.ports.places import ACME, BOLT, Place, of_adk_sql
+from tests.apps.migrations_app.ports.places import ACME, BOLT, Place, of_adk_sql, of_every_kind
 
 S0, S1, S2 = Key("u0", "s0"), Key("u1", "s1"), Key("u0", "s2")
 
@@ -106,6 +106,7 @@ def test_a_database_without_tables_is_an_empty_store(empty: Place) -> None:
         assert store.guard() is None
 
 
+@of_every_kind
 def test_pages_walk_every_session_once(source: Place) -> None:
     with source.connect() as agent:
         for name in ("", " ", "Ä", "a'b", "a%sb", "{0}", "z" * 128, "日本"):
@@ -132,6 +133,7 @@ def test_a_session_is_shown_as_plain_data(source: Place) -> None:
     assert found["events"][0]["event_data"]["author"] == "user"
 
 
+@of_every_kind
 def test_counts_leave_other_tenants_out(source: Place) -> None:
     with source.open(app_name=BOLT) as store:
         assert store.counts() == Counts(2, 2)
@@ -202,6 +204,7 @@ def test_a_stamp_sees_an_edit_of_an_event_where_the_survey_says_so(source: Place
         assert (store.stamps([S0]) != before) == store.survey().stamps_see_edits
 
 
+@of_every_kind
 @pytest.mark.parametrize("what", [*SEEN_BY_ALL, "edit an event"])
 def test_a_digest_sees(source: Place, what: str) -> None:
     with source.open() as store:
@@ -256,6 +259,7 @@ def test_a_digest_does_not_hang_on_how_rows_are_found(source: Place) -> None:
         assert store.digests([S0, S1]) == before
 
 
+@of_every_kind
 def test_digests_name_only_sessions_that_exist(source: Place) -> None:
     with source.open() as store:
         assert set(store.digests([S0, Key("u0", "gone")])) == {S0}
@@ -278,6 +282,7 @@ def test_a_long_page_reads_what_short_ones_read(source: Place) -> None:
         assert store.page(short[-1][0], MANY) == []
 
 
+@of_every_kind
 def test_the_mark_stays_while_nothing_of_the_tenant_changes(source: Place) -> None:
     with source.open() as store:
         before = store.mark()
@@ -287,6 +292,7 @@ def test_the_mark_stays_while_nothing_of_the_tenant_changes(source: Place) -> No
         assert len(before) <= 128
 
 
+@of_every_kind
 def test_the_mark_is_what_a_sweep_adds_up_row_by_row(source: Place) -> None:
     with source.open() as store:
         swept = Mark()
@@ -302,6 +308,7 @@ def test_the_mark_is_what_a_sweep_adds_up_row_by_row(source: Place) -> None:
         assert str(swept) == store.mark()
 
 
+@of_every_kind
 @pytest.mark.parametrize(
     "statement",
     [
@@ -357,6 +364,7 @@ def test_a_copy_is_equal_to_the_bit(source: Place, target: Place) -> None:
         assert all(there.session(key) == here.session(key) for key in copied)
 
 
+@of_every_kind
 def test_copying_leaves_other_tenants_alone(source: Place, target: Place) -> None:
     before = target.rows(BOLT)
     assert any(before.values())
@@ -364,6 +372,7 @@ def test_copying_leaves_other_tenants_alone(source: Place, target: Place) -> Non
     assert target.rows(BOLT) == before
 
 
+@of_every_kind
 def test_copying_again_changes_nothing(source: Place, target: Place) -> None:
     copy_all(source, target)
     before = target.rows()
@@ -390,6 +399,7 @@ def test_a_session_that_vanished_is_deleted_and_absent(source: Place, target: Pl
     assert target.rows() == source.rows()
 
 
+@of_every_kind
 def test_copying_nothing_asks_nothing(source: Place, target: Place) -> None:
     with source.open() as here, target.open(claim=99) as there:
         assert copy(here, there, []) == Batch({})
@@ -398,6 +408,7 @@ def test_copying_nothing_asks_nothing(source: Place, target: Place) -> None:
         assert there.delete_shared([]) == 0
 
 
+@of_every_kind
 def test_a_key_named_twice_is_copied_once(source: Place, target: Place) -> None:
     with source.open() as here, target.open() as there:
         assert set(copy(here, there, [S0, S0]).copied) == {S0}
@@ -587,6 +598,7 @@ def test_opening_lets_agents_write_again(source: Place) -> None:
         places.put_event(agent, ACME, *S0, "new", second=9)
 
 
+@of_every_kind
 def test_a_guard_row_is_adopted_only_as_it_was_surveyed(target: Place) -> None:
     with target.open(move=2, claim=1) as store:
         with pytest.raises(GuardTaken, match="mv-1"):
@@ -597,6 +609,7 @@ def test_a_guard_row_is_adopted_only_as_it_was_surveyed(target: Place) -> None:
         assert store.guard() == Guard(2, 1, False, True)
 
 
+@of_every_kind
 def test_adopting_may_be_repeated_and_not_by_an_older_claim(target: Place) -> None:
     with target.open(claim=5) as store:
         store.adopt(None, mover=True, agents=True)
@@ -606,6 +619,7 @@ def test_adopting_may_be_repeated_and_not_by_an_older_claim(target: Place) -> No
         store.adopt(None, mover=True, agents=False)
 
 
+@of_every_kind
 def test_a_later_claim_takes_the_row_and_an_older_one_is_overtaken(target: Place) -> None:
     with target.open(claim=3) as store:
         store.take(mover=True, agents=False)
@@ -619,6 +633,7 @@ def test_a_later_claim_takes_the_row_and_an_older_one_is_overtaken(target: Place
         assert store.guard() == Guard(1, 3, False, False)
 
 
+@of_every_kind
 def test_taking_a_row_that_was_never_adopted_is_refused(source: Place) -> None:
     with source.open() as store:
         store.provision()
@@ -686,6 +701,7 @@ def test_a_worker_that_slept_through_the_cutover_changes_nothing(
 # --- deleting --------------------------------------------------------------------------------
 
 
+@of_every_kind
 def test_deleting_takes_events_along_and_counts_sessions(source: Place, target: Place) -> None:
     copy_all(source, target)
     with target.open() as store:
@@ -725,12 +741,14 @@ def test_a_nonce_is_seen_under_another_address_of_one_place(
         assert not same.has_nonce("word")
 
 
+@of_every_kind
 def test_a_nonce_needs_no_provisioned_store(empty: Place) -> None:
     with empty.open() as store:
         store.write_nonce("word")
         assert store.has_nonce("word")
 
 
+@of_every_kind
 def test_trying_ids_leaves_nothing_behind(target: Place) -> None:
     before = target.everything()
     with target.open() as store:
