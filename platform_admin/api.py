@@ -27,6 +27,7 @@ from durable.errors import Refused
 from migrations_app.api import restored_router, stores_router
 from migrations_app.api import router as moves_router
 from migrations_app.api_channels import router as channels_router
+from migrations_app.api_rehearsals import router as rehearsals_router
 from tenants import queries, services
 from tenants.api import Forbidden, ops_router, placement_router, require, runtime_router
 from tenants.domain.requests import request_id
@@ -198,6 +199,7 @@ api.add_router("/ops/moves", moves_router, auth=operators)
 api.add_router("/ops/restored", restored_router, auth=operators)
 api.add_router("/ops/stores", stores_router, auth=operators)
 api.add_router("/ops", channels_router, auth=operators)
+api.add_router("/ops", rehearsals_router, auth=operators)
 api.add_router("/ops", ops_router, auth=operators)
 
 

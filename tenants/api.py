@@ -481,6 +481,12 @@ class TenantIn(OpsIn):
     tier: str = "pooled"
 
 
+class InternalIn(OpsIn):
+    # True: ours, with no customer behind it, so that whole moves may be rehearsed on it.
+    internal: bool
+    reason: Reason
+
+
 class TenantOut(Schema):
     slug: str
     name: str
@@ -489,6 +495,7 @@ class TenantOut(Schema):
     time_zone: str
     weight: float
     tier: str
+    internal: bool
     cell: str
     store: str
     placement_version: str
@@ -672,6 +679,18 @@ def tenant(request: HttpRequest, slug: str) -> dict[str, Any]:
     return _tenant(found, queries.epoch())
 
 
+@ops_router.post(
+    "/tenants/{slug:slug}/internal", response={200: TenantOut, 403: Error, 404: Error, 409: Error}
+)
+def set_internal(request: HttpRequest, slug: str, body: InternalIn) -> dict[str, Any]:
+    """Say whether a tenant is internal (admin)."""
+    by = require(request, Role.ADMIN).name
+    tenant = services.set_internal(
+        find(Tenant, "tenant", slug=slug), **body.dict(), by=by, now=database_now()
+    )
+    return _tenant(_tenants().get(pk=tenant.pk), queries.epoch())
+
+
 @ops_router.get("/instances", response={200: PageOut[InstanceOut], 404: Error})
 def instances(
     request: HttpRequest, cell: Slug | None = None, alive: bool = True, after: Text = ""
@@ -851,6 +870,7 @@ def _tenant(row: Tenant, epoch: str) -> dict[str, Any]:
         "time_zone": row.time_zone,
         "weight": row.weight,
         "tier": row.tier,
+        "internal": row.internal,
         "cell": home.cell.slug,
         "store": home.store.key,
         "placement_version": str(Version(epoch, home.placement_version)),

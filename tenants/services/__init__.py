@@ -85,6 +85,7 @@ from tenants.services.registry import (
     add_tenant,
     note_survey,
     set_cell_url,
+    set_internal,
     set_store_services,
     verify_quota,
 )
@@ -156,6 +157,7 @@ __all__ = [
     "resume",
     "revoke_token",
     "set_cell_url",
+    "set_internal",
     "set_store_services",
     "split",
     "sweep",

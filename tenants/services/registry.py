@@ -14,7 +14,7 @@ from django.db.models import Q
 from durable.errors import Refused
 from tenants.domain import names
 from tenants.models import Agent, Cell, Placement, Region, Scope, Store, Tenant
-from tenants.services.auditing import audit, plain
+from tenants.services.auditing import audit, check_reason, plain
 from tenants.services.publishing import note_placement, own, raise_placement
 from tenants.services.rows import insert, lock_cells, lock_counter, taken
 
@@ -295,6 +295,28 @@ def add_tenant(
     }
     audit(who=by, verb="tenant.add", subject=f"tenant {slug}", after=after, now=now)
     return tenant
+
+
+@transaction.atomic
+def set_internal(tenant: Tenant, *, internal: bool, by: str, reason: str, now: datetime) -> Tenant:
+    """Say whether `tenant` is ours, with no customer behind it; return it.
+
+    Whole moves may be rehearsed on an internal tenant, its fences closed for practice.
+    """
+    check_reason(reason)
+    locked = Tenant.objects.select_for_update().get(pk=tenant.pk)
+    before, locked.internal = locked.internal, internal
+    locked.save(update_fields=["internal"])
+    audit(
+        who=by,
+        verb="tenant.set_internal",
+        subject=f"tenant {locked.slug}",
+        reason=reason,
+        before={"internal": before},
+        after={"internal": internal},
+        now=now,
+    )
+    return locked
 
 
 def _check_quota(tokens_per_minute: int) -> None:

@@ -64,6 +64,7 @@ def writes(instance: RuntimeInstance) -> dict[str, dict[str, Any]]:
             "cell": "cell-eu1-a",
             "store": "store-eu1-a",
         },
+        "tenants/acme/internal": {"internal": True, "reason": "nobody's any more"},
         f"instances/{instance.key}/dead": {"reason": "host is gone"},
         "tokens": {"name": "gw", "role": "gateway", "expires_at": soon},
     }
@@ -73,6 +74,7 @@ ADMINS_ONLY = {"regions", "cells", "cells/cell-eu1-a/quota", "cells/cell-eu1-a/u
     "stores",
     "stores/store-eu1-b/services",
     "tenants",
+    "tenants/acme/internal",
     "tokens",
 }
 
@@ -128,6 +130,8 @@ def test_every_write_of_an_admin_is_carried_out_and_audited_with_the_request(
     assert Cell.objects.get(slug="cell-eu1-a").quota_tokens_per_minute == 9
     assert Store.objects.filter(key="store-eu1-c").exists()
     assert Tenant.objects.get(slug="dune").placement.cell == cast.cell
+    assert Tenant.objects.get(slug="acme").internal
+    assert admin.get("/ops/tenants/acme").json()["internal"]
     instance.refresh_from_db()
     assert instance.dead_asked_why == "host is gone"
 
