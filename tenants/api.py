@@ -499,7 +499,7 @@ class TenantOut(Schema):
     cell: str
     store: str
     placement_version: str
-    # What its cell was last told: all or none while it lives there.
+    # What its cell was last told: all, none, or in a split existing.
     accepts: str
 
 
