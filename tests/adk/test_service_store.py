@@ -478,6 +478,25 @@ def test_a_session_that_somebody_else_writes_is_done_again(
         assert there.stamps([S0]) == {}
 
 
+def test_a_session_that_is_given_another_id_is_left_out_and_named(
+    new_place: Callable[[Layout, str], Place],
+) -> None:
+    """As memory does with an empty one; a survey has stopped at it before."""
+    source, target = new_place(Layout.SERVICE_SQLITE, "SOURCE"), new_place(MEMORY, "TARGET")
+    agent(source, fill)
+    agent(
+        source, lambda service: service.create_session(app_name=ACME, user_id="u0", session_id="")
+    )
+    target.prepare()
+    nameless = Key("u0", "")
+    with source.port() as here, target.port() as there:
+        assert [one.field for one in here.survey().findings if one.blocks] == ["sessions.id"]
+        batch = ports.copy(here, there, [nameless, S0])
+        assert (set(batch.copied), set(batch.refused)) == ({S0}, {nameless})
+        assert batch.refused[nameless].field == "sessions.id"
+        assert [key for key, _ in there.page(START, 10)] == [S0]
+
+
 def test_a_session_that_vanished_is_deleted_and_absent(
     new_place: Callable[[Layout, str], Place],
 ) -> None:
