@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from google.adk.memory import BaseMemoryService, InMemoryMemoryService
@@ -49,6 +51,20 @@ class Kept(InMemoryMemoryService):
         """Return what it holds of a session."""
         events = self._session_events[(app_name, user_id)][session_id]
         return [event.content.parts[0].text for event in events]
+
+
+@contextmanager
+def anew() -> Iterator[None]:
+    """Run the body with an empty service on either side."""
+    SERVICES.update(target=Kept(), source=Kept())
+    yield
+    SERVICES.clear()
+
+
+def kept(side: str = "target") -> Kept:
+    service = SERVICES[side]
+    assert isinstance(service, Kept)
+    return service
 
 
 class _Held:

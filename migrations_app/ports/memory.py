@@ -8,7 +8,6 @@ google-adk is imported when a service is opened, not before: it takes a second a
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from migrations_app.domain import canonical
 from migrations_app.ports.address import read
 from migrations_app.ports.base import Key, SessionStore, StoreRefused
+from migrations_app.ports.factory import made
 
 if TYPE_CHECKING:
     from google.adk.memory import BaseMemoryService
@@ -89,7 +89,7 @@ def _service(address: str, reference: str) -> BaseMemoryService:
         )
     try:
         if address.startswith("python:"):
-            service: Any = _made(address.removeprefix("python:"))
+            service: Any = made(address)
         else:
             service = get_service_registry().create_memory_service(address)
     except Exception as error:
@@ -105,11 +105,6 @@ def _service(address: str, reference: str) -> BaseMemoryService:
             " google-adk knows (sqlite, agentengine), or python:package.module:factory."
         )
     return service
-
-
-def _made(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)()
 
 
 class Memory:

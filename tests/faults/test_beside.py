@@ -16,21 +16,14 @@ from migrations_app.domain.phases import Phase
 from migrations_app.models import MoveChannel, SideChannel
 from tests import memories
 from tests.faults.test_way_back import assert_home, look, moved, roll_back
-from tests.memories import Deaf, Kept
+from tests.memories import Deaf, Kept, kept
 from tests.world import APP, World, each_call, undone
 
 
 @pytest.fixture(autouse=True)
 def _services() -> Iterator[None]:
-    memories.SERVICES.update(target=Kept(), source=Kept())
-    yield
-    memories.SERVICES.clear()
-
-
-def kept(side: str = "target") -> Kept:
-    service = memories.SERVICES[side]
-    assert isinstance(service, Kept)
-    return service
+    with memories.anew():
+        yield
 
 
 def remember(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

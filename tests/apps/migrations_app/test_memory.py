@@ -17,7 +17,7 @@ from migrations_app.ports.base import AddressMissing
 from migrations_app.ports.memory import MemoryFailed, MemoryUnknown, open_memory
 from tenants.models import RuntimeInstance
 from tests import memories, scene
-from tests.memories import Deaf, Kept, Paraphrasing
+from tests.memories import Deaf, Kept, Paraphrasing, kept
 from tests.world import APP, World
 
 pytestmark = pytest.mark.django_db
@@ -28,15 +28,8 @@ ALL = sorted(f"s-{number}" for number in range(12))
 
 @pytest.fixture(autouse=True)
 def _services() -> Iterator[None]:
-    memories.SERVICES.update(target=Kept(), source=Kept())
-    yield
-    memories.SERVICES.clear()
-
-
-def kept(side: str = "target") -> Kept:
-    service = memories.SERVICES[side]
-    assert isinstance(service, Kept)
-    return service
+    with memories.anew():
+        yield
 
 
 def remember(
@@ -53,13 +46,13 @@ def remember(
 
 
 def ready(world: World) -> TenantMigration:
-    """Copy all, or what changed since, and stop before the fence."""
+    """Copy all, or what changed since, and stop before memory's turn in the pass."""
     if not TenantMigration.objects.exists():
         world.start(automatic=False)
     else:
         TenantMigration.objects.update(stage="")
     for _ in range(50):
-        if world.step().stage == "ready":
+        if world.step().stage == "memory":
             return world.move
     raise AssertionError(world.move.stage)
 
