@@ -161,7 +161,7 @@ def test_the_wait_for_idle_sessions_has_its_bound(files: World) -> None:
         files.clock.pass_by(60)
         for _ in range(5):
             files.step()
-    files.run(until=Phase.SOAK)
+    files.run(until=Phase.SOAK, steps=2_000)
     assert 3_600 <= (files.clock.now - begun).total_seconds() < 2 * 3_600
 
 
