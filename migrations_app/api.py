@@ -128,6 +128,9 @@ class MoveOut(Schema):
     ease: float
     eased_why: str
     flip_by_hand: bool
+    # The phase before which it pauses once, and whether it is a rehearsal, there and back.
+    pause_before: str
+    rehearsal: bool
     flip_requested_at: datetime | None
     offboard_confirmed_at: datetime | None
     # Of a split: how long the source must be idle, and is waited for at most (seconds);
@@ -184,6 +187,8 @@ class PlanIn(OpsIn):
     rows_per_second: Seconds | None = None
     # True: all compared equal, it waits for a person's word before TARGET.
     flip_by_hand: bool = False
+    # Such as drain: it pauses once before that phase. Empty: before none.
+    pause_before: str = ""
     offboard_automatically: bool = False
     # Nobody keeps it: so that what a start is given can be told first, as it stands.
     reason: Reason = ""

@@ -28,7 +28,7 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 from durable.clock import database_now
 from durable.errors import Refused
 from migrations_app import figures, queries, restored, services
-from migrations_app.domain.phases import Mode, Phase
+from migrations_app.domain.phases import Mode, Phase, pausable_before
 from migrations_app.domain.verbs import words
 from migrations_app.dry_run import dry_run, paced
 from migrations_app.models import Mismatch, RestoreFinding, TenantMigration
@@ -319,7 +319,8 @@ def show_dialog(
         "move": seen.move,
         "dialog": dialog,
         "ids": ",".join(str(pk) for pk in rows),
-        "url": request.path,
+        # With its query: what an act is about may stand there.
+        "url": request.get_full_path(),
         "refused": refused,
         "given": request.POST,
     }
@@ -707,6 +708,7 @@ class NewMove(forms.Form):
     finish_by = forms.DateTimeField(required=False)
     rows_per_second = forms.FloatField(required=False)
     flip_by_hand = forms.BooleanField(required=False)
+    pause_before = forms.CharField(required=False, max_length=20)
     offboard = forms.ChoiceField(choices=[("confirm", ""), ("automatic", "")], initial="confirm")
     reason = forms.CharField(
         max_length=500,
@@ -731,6 +733,7 @@ class NewMove(forms.Form):
             "finish_by": given["finish_by"],
             "rows_per_second": given["rows_per_second"],
             "flip_by_hand": given["flip_by_hand"],
+            "pause_before": given["pause_before"],
             "offboard_automatically": given["offboard"] == "automatic",
         }
 
@@ -755,6 +758,9 @@ def new_move(request: HttpRequest) -> HttpResponse:
         "given": _given(form),
         "live_move": lists.live_move_of([page.tenant]).get(page.tenant.pk),
         "targets": lists.targets(page.placement),
+        "rehearsed": page.tenant.rehearsals.select_related("target_store")[:3],
+        # A move by fence has all but the split; which one fits is the service's to say.
+        "phases": pausable_before(Mode.SPLIT),
         "longest_tool": tenants_panels.longest_tool_seconds(
             page.placement.cell, now=context["now"]
         ),

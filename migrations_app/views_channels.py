@@ -39,7 +39,7 @@ def check_channel(request: HttpRequest, pk: int, row: int, step: str) -> HttpRes
     if step not in list(Step):
         raise Http404(f"There is no step {step[:40]}.")
     found = _row(seen.move.pk, row)
-    undo = (request.POST if request.method == "POST" else request.GET).get("undo") == "1"
+    undo = request.GET.get("undo") == "1"
     refused, now = "", database_now()
     if request.method == "POST":
         verb = channels.uncheck if undo else channels.check_off

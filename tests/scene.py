@@ -16,14 +16,25 @@ from django.contrib.auth.models import Group, User
 from django.db import transaction
 
 from migrations_app import ports
+from migrations_app.domain.channels import StepBy
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import ENDED, FENCED, REVERSED, Mode, Phase
 from migrations_app.domain.quote import quote
-from migrations_app.models import Mismatch, MoveEvent, Sample, SessionStamp, TenantMigration
+from migrations_app.models import (
+    ArtifactReference,
+    ArtifactVersion,
+    Mismatch,
+    MoveChannel,
+    MoveEvent,
+    Sample,
+    SessionStamp,
+    SideChannel,
+    TenantMigration,
+)
 from tenants import services
 from tenants.domain.fence import Accepts
 from tenants.domain.roles import Role
-from tenants.models import Cell, Counter, PolicyEntry, RuntimeInstance, Tenant
+from tenants.models import Cell, Counter, PolicyEntry, RuntimeInstance, Store, Tenant
 from tests import make
 
 PASSWORD = "correct horse battery staple"
@@ -529,6 +540,64 @@ def _differ(
         )
         for user, session, part, text, looks in said_so
     )
+
+
+def channels(row: TenantMigration) -> list[MoveChannel]:
+    """Register two side channels of the move's tenant, and one of its agent; list them."""
+    tenant = row.tenant
+    person, command = StepBy.PERSON, StepBy.COMMAND
+    made = [
+        SideChannel.objects.create(
+            tenant=tenant,
+            name="vectors",
+            about="The index that answers are looked up in",
+            copy_by=command,
+            copy_step="copy-vectors",
+            verify_by=command,
+            verify_step="check-vectors",
+        ),
+        SideChannel.objects.create(
+            tenant=tenant, name="logs", required=False, copy_by=person, verify_by=person
+        ),
+        SideChannel.objects.create(
+            agent=tenant.agent, name="cache", copy_by=person, verify_by=person
+        ),
+    ]
+    return [MoveChannel.objects.create(move=row, channel=channel) for channel in made]
+
+
+def artifacts(row: TenantMigration, count: int) -> None:
+    """Note versions of a user's report: the first number is gone, so all others have moved up."""
+    Store.objects.filter(pk=row.source_store_id).update(artifacts_from="env:ARTIFACTS_A")
+    Store.objects.filter(pk=row.target_store_id).update(artifacts_from="env:ARTIFACTS_B")
+    ArtifactVersion.objects.bulk_create(
+        ArtifactVersion(
+            move=row,
+            user_id="u-00371",
+            name="user:report.pdf",
+            source_version=number + 1,
+            target_version=number,
+            source_digest="a" * 64,
+            target_digest="a" * 64,
+            size=2_048,
+        )
+        for number in range(count)
+    )
+    ArtifactReference.objects.bulk_create(
+        ArtifactReference(
+            move=row,
+            user_id="u-00371",
+            session_id=f"s-{number:05}",
+            place=f"event {number + 1} actions.artifact_delta.user:report.pdf",
+            name="user:report.pdf",
+            source_version=number + 1,
+            target_version=number,
+        )
+        for number in range(count)
+    )
+    row.artifacts, row.artifact_bytes, row.artifacts_apart = count, count * 2_048, True
+    row.artifact_rate, row.artifact_look_rate = 31.5, 900.0
+    row.save()
 
 
 def stamps(row: TenantMigration, count: int) -> None:

@@ -49,6 +49,9 @@ def _address(name: str, move: TenantMigration) -> str:
     wanted = GUARDED[name].pattern.converters
     if "mismatch_pk" in wanted:
         known["mismatch_pk"] = move.mismatches.first().pk
+    known |= {"key": move.source_store.key, "step": "copy"}
+    if listed := move.channels.first():
+        known |= {"row": listed.pk, "channel": listed.channel.pk}
     return reverse(name, kwargs={key: known[key] for key in wanted})
 
 
@@ -56,6 +59,7 @@ def _address(name: str, move: TenantMigration) -> str:
 def move(moving: Callable[..., TenantMigration], at: object) -> TenantMigration:
     made = moving(Phase.VERIFY)
     scene.mismatches(made, now=at)
+    scene.channels(made)
     return made
 
 

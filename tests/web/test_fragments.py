@@ -16,7 +16,17 @@ from tests.web.conftest import HTMX, People, polled
 
 Moving = Callable[..., TenantMigration]
 # Panels of a move that show no running time: they are the same until a row changes.
-STILL = ["head", "checks", "mismatches", "log", "instances", "samples"]
+STILL = [
+    "head",
+    "checks",
+    "mismatches",
+    "log",
+    "instances",
+    "samples",
+    "channels",
+    "artifacts",
+    "split",
+]
 PANELS = [*STILL, "facts", "phases", "progress", "fence"]
 
 

@@ -11,8 +11,8 @@ from django.urls import reverse
 
 from durable.clock import database_now
 from migrations_app.domain.phases import Phase
-from migrations_app.models import TenantMigration
-from tenants.models import AuditEntry
+from migrations_app.models import SideChannel, TenantMigration
+from tenants.models import AuditEntry, Counter
 from tests import make, scene
 from tests.stores import Raw
 from tests.web.conftest import HTMX, People
@@ -22,6 +22,9 @@ FORM = {
     "tenant": "acme",
     "target_cell": "cell-eu1-b",
     "target_store": "store-eu1-b",
+    "mode": "fence",
+    "idle_minutes": "10",
+    "idle_bound_hours": "4",
     "start_fence": "operator",
     "fence_not_before": "",
     "budget_seconds": "150",
@@ -191,7 +194,7 @@ def test_what_was_chosen_is_in_sight_and_the_rest_is_folded(
     field: str, value: str, here: make.Cast, people: People, stores: tuple[Raw, Raw]
 ) -> None:
     plain = people.operator.get(NEW, {"tenant": "acme"}).content.decode()
-    assert plain.count("<details>") == 3
+    assert plain.count("<details>") == 4
     given = FORM | {"act": "dry_run", field: value}
     html = people.operator.post(NEW, given).content.decode()
     assert html.count("<details open>") == 1
@@ -337,3 +340,79 @@ def test_times_are_read_as_utc(here: make.Cast, people: People, stores: tuple[Ra
     found = TenantMigration.objects.get().fence_not_before
     assert found is not None
     assert abs((found - soon).total_seconds()) < 60
+
+
+# --- how: by a fence, or split --------------------------------------------------------------------
+
+
+SPLIT = FORM | {"mode": "split", "idle_minutes": "3", "idle_bound_hours": "0.5"}
+
+
+def test_both_ways_say_what_users_notice(here: make.Cast, people: People) -> None:
+    html = people.operator.get(NEW, {"tenant": "acme"}).content.decode()
+    assert "All of them get retry-after at once" in html
+    assert "New conversations begin in the new place" in html
+    assert re.search(r'name="mode" value="fence" checked', html)
+
+
+def test_a_split_starts_with_its_times(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    answer = people.operator.post(NEW, SPLIT | {"pause_before": "split"})
+    assert answer.status_code == 302, answer.content.decode()
+    move = TenantMigration.objects.get()
+    assert (move.mode, move.idle_seconds, move.idle_bound_seconds) == ("split", 180, 1_800)
+    assert move.pause_before == "split"
+
+
+def test_a_dry_run_of_a_split_tells_who_serves_what_and_both_versions(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    answer = people.operator.post(NEW, SPLIT | {"act": "dry_run"})
+    html = re.sub(r"\s+", " ", answer.content.decode())
+    version = Counter.objects.get().placement_version
+    assert "<b>SPLIT</b>" in html
+    assert f"placement version {version + 1} names both sides" in html
+    assert f"Placement version {version + 2}: all of acme on cell-eu1-b" in html
+    assert "until none of its sessions has changed for 3m, 30m at most" in html
+    assert "is carried back to store-eu1-a inside a fence on cell-eu1-b" in html
+    assert not TenantMigration.objects.exists()
+
+
+def test_a_dry_run_names_what_goes_along_and_what_stays_behind(
+    here: make.Cast, people: People, stores: tuple[Raw, Raw]
+) -> None:
+    told = FORM | {"act": "dry_run"}
+    html = people.operator.post(NEW, told).content.decode()
+    assert "No side channel is registered: what else is kept by tenant stays behind." in html
+    person = {"copy_by": "person", "verify_by": "person"}
+    SideChannel.objects.create(tenant=here.acme, name="vectors", **person)
+    SideChannel.objects.create(agent=here.acme.agent, name="logs", required=False, **person)
+    html = people.operator.post(NEW, told).content.decode()
+    assert "vectors (required, by a person)" in html
+    assert "logs (optional, by a person)" in html
+    assert "The fence waits until every required one is copied." in html
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"target_cell": "cell-eu1-a"}, "a split is between two cells"),
+        ({"idle_minutes": "60"}, "choose 0 seconds up to the bound"),
+        ({"idle_bound_hours": "9999"}, "choose 0 seconds to 30 days"),
+        ({"pause_before": "soak"}, "choose one of"),
+    ],
+    ids=["one cell", "longer than the bound", "for ever", "no such pause"],
+)
+@pytest.mark.parametrize("act", ["start", "dry_run"])
+def test_a_split_that_makes_no_sense_is_refused_in_words(
+    act: str,
+    given: dict[str, str],
+    said: str,
+    here: make.Cast,
+    people: People,
+    stores: tuple[Raw, Raw],
+) -> None:
+    answer = people.operator.post(NEW, SPLIT | given | {"act": act})
+    assert said in answer.content.decode()
+    assert not TenantMigration.objects.exists()
