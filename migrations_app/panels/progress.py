@@ -588,6 +588,8 @@ def _progress_rows(
         yield Row(f"Copied by pass {max(1, move.passes)}", count(move.changed))
         if move.pass_ended_at is not None:
             yield Row("Copied by the last whole pass", count(move.changed_last))
+    if move.pause_before and not seen.ended:
+        yield Row("Pauses before", move.pause_before.upper())
     if phase not in (Phase.PREPARE, Phase.REOPEN):
         yield Row("Copied in all", count(move.copied))
         yield Row("Compared in all", count(move.compared))
