@@ -38,6 +38,11 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
         verify_rate=move.verify_rate,
         shared_rate=move.shared_rate,
         scan_seconds=reading_seconds(move, back=goes_back(move)),
+        artifacts=move.artifacts,
+        artifact_rate=move.artifact_look_rate,
+        # Counted only where the target has a memory of its own.
+        remember=changed if move.remembered else 0,
+        memory_rate=move.memory_rate,
     )
 
 

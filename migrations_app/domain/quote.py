@@ -11,6 +11,8 @@ POLL_SECONDS = 0.25
 PUBLISH_SECONDS = 0.7
 # Rates before anything was measured: the article's 40 sessions/s, on the slow side on purpose.
 ASSUMED_RATE = 40.0
+# A memory service reads a session anew, and may ask a model about it.
+ASSUMED_MEMORY_RATE = 10.0
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,18 @@ def quote(
     verify_rate: float | None = None,
     shared_rate: float | None = None,
     scan_seconds: float = 0.0,
+    artifacts: int = 0,
+    artifact_rate: float | None = None,
+    remember: int = 0,
+    memory_rate: float | None = None,
 ) -> Quote:
     """Work out the fence from what is left to do and how fast it went so far.
 
     `changed` sessions are copied and `compare` compared inside the fence, `users`
     have their shared state written and compared. Rates are per second, None where
     nothing was measured. `running_seconds` is how long running turns may still take,
-    `scan_seconds` all reading of stamps and marks.
+    `scan_seconds` all reading of stamps and marks. `artifacts` versions are listed by DELTA and
+    once more by VERIFY, `remember` sessions given to the target's memory.
     Source: article 000, "Worked example: sizing the fence".
 
     >>> q = quote(changed=900, compare=900, users=0, running_seconds=60, copy_rate=40,
@@ -96,6 +103,25 @@ def quote(
             Part("delta", f"{changed:,} changed ÷ {copying:,.0f} /s", delta, delta),
             Part("verify", f"{compare:,} to compare ÷ {verifying:,.0f} /s", verify, verify),
             Part("shared", f"{users:,} users ÷ {sharing:,.0f} /s", shared, shared),
+            *_beside(artifacts, artifact_rate, remember, memory_rate),
             Part("publish", "closing, publishing, steps between", PUBLISH_SECONDS, PUBLISH_SECONDS),
         )
     )
+
+
+def _beside(
+    artifacts: int, artifact_rate: float | None, remember: int, memory_rate: float | None
+) -> tuple[Part, ...]:
+    """Return what is kept beside sessions and takes its time; nothing where nothing is."""
+    parts = []
+    if artifacts:
+        looking = artifact_rate or ASSUMED_RATE
+        seconds = 2 * artifacts / looking
+        detail = f"{artifacts:,} versions, twice ÷ {looking:,.0f} /s"
+        parts.append(Part("artifacts", detail, seconds, seconds))
+    if remember:
+        giving = memory_rate or ASSUMED_MEMORY_RATE
+        seconds = remember / giving
+        detail = f"{remember:,} changed ÷ {giving:,.0f} /s"
+        parts.append(Part("memory", detail, seconds, seconds))
+    return tuple(parts)

@@ -91,6 +91,8 @@ PART_PHASE = {
     "scan": (Phase.DELTA, Phase.REVERSE_DELTA),
     "delta": (Phase.DELTA, Phase.REVERSE_DELTA),
     "shared": (Phase.DELTA, Phase.REVERSE_DELTA),
+    "artifacts": (Phase.DELTA, Phase.REVERSE_DELTA),
+    "memory": (Phase.DELTA, Phase.REVERSE_DELTA),
     "verify": (Phase.VERIFY, Phase.REVERSE_VERIFY),
     "publish": (Phase.TARGET, Phase.REVERSE_TARGET),
 }
