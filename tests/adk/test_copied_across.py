@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 
 import pytest
 from google.adk.events.event import Event
@@ -19,7 +18,6 @@ from bench import scripted
 from migrations_app import ports
 from migrations_app.domain.values import OURS, Layout
 from migrations_app.ports.base import START, Key
-from tests.adk import layouts
 from tests.adk.layouts import ACME, Place
 
 # Every pair of what stores are made of; two of one kind of table are in `test_copied_sessions`.
@@ -31,19 +29,6 @@ PAIRS = [
     )
     if one is not other or one.is_service or one is Layout.ADK_SQLITE
 ] + [(Layout.SERVICE_SQLITE, Layout.POSTGRESQL), (Layout.POSTGRESQL, Layout.SERVICE_SQLITE)]
-
-
-@pytest.fixture
-def new_place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Layout, str], Place]:
-    def create(layout: Layout, name: str) -> Place:
-        def database() -> str:
-            return str(request.getfixturevalue("new_database")())
-
-        return layouts.place(layout, name, tmp_path, database, monkeypatch)
-
-    return create
 
 
 @pytest.fixture(params=PAIRS, ids=[f"{one} to {other}" for one, other in PAIRS])

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -49,19 +48,6 @@ SECOND = 1_760_000_000.25
 T = TypeVar("T")
 
 on_both = pytest.mark.parametrize("layout", [MEMORY, FILE], ids=["memory", "file"])
-
-
-@pytest.fixture
-def new_place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Layout, str], Place]:
-    def create(layout: Layout, name: str) -> Place:
-        def database() -> str:
-            return str(request.getfixturevalue("new_database")())
-
-        return layouts.place(layout, name, tmp_path, database, monkeypatch)
-
-    return create
 
 
 @contextmanager

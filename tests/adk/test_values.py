@@ -20,7 +20,6 @@ from migrations_app import ports
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.values import TABLE, Fate, Layout, Odd
 from migrations_app.ports.base import Key
-from tests.adk import layouts
 from tests.adk.layouts import ACME, Place
 
 ROOT = Path(__file__).parents[2]
@@ -224,14 +223,11 @@ NOBODY = TABLE[Odd.UNREADABLE][P].words
 
 
 @pytest.fixture
-def new_place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Layout, str], Place]:
-    def create(layout: Layout, name: str) -> Place:
-        def database() -> str:
-            return str(request.getfixturevalue("new_database")())
+def new_place(new_place: Callable[[Layout, str], Place]) -> Callable[[Layout, str], Place]:
+    """Make a store that move 1 and agents may write."""
 
-        place = layouts.place(layout, name, tmp_path, database, monkeypatch)
+    def create(layout: Layout, name: str) -> Place:
+        place = new_place(layout, name)
         with place.port() as store:
             store.provision()
             store.adopt(None, mover=True, agents=True)
