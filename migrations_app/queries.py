@@ -39,11 +39,18 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
         shared_rate=move.shared_rate,
         scan_seconds=reading_seconds(move, back=goes_back(move)),
         artifacts=move.artifacts,
-        artifact_rate=move.artifact_look_rate,
+        look_rate=move.artifact_look_rate,
+        # What no stamp proves is read on both sides, at about the rate of copying it.
+        read=_unproven(move) if move.artifacts else 0,
+        read_rate=move.artifact_rate,
         # Counted only where the target has a memory of its own.
         remember=changed if move.remembered else 0,
         memory_rate=move.memory_rate,
     )
+
+
+def _unproven(move: TenantMigration) -> int:
+    return move.artifact_versions.filter(Q(source_stamp="") | Q(target_stamp="")).count()
 
 
 def goes_back(move: TenantMigration) -> bool:

@@ -63,7 +63,9 @@ def quote(
     shared_rate: float | None = None,
     scan_seconds: float = 0.0,
     artifacts: int = 0,
-    artifact_rate: float | None = None,
+    look_rate: float | None = None,
+    read: int = 0,
+    read_rate: float | None = None,
     remember: int = 0,
     memory_rate: float | None = None,
 ) -> Quote:
@@ -73,7 +75,8 @@ def quote(
     have their shared state written and compared. Rates are per second, None where
     nothing was measured. `running_seconds` is how long running turns may still take,
     `scan_seconds` all reading of stamps and marks. `artifacts` versions are listed by DELTA and
-    once more by VERIFY, `remember` sessions given to the target's memory.
+    once more by VERIFY, which reads the bytes of `read` of them; `remember` sessions are given to
+    the target's memory.
     Source: article 000, "Worked example: sizing the fence".
 
     >>> q = quote(changed=900, compare=900, users=0, running_seconds=60, copy_rate=40,
@@ -103,25 +106,29 @@ def quote(
             Part("delta", f"{changed:,} changed ÷ {copying:,.0f} /s", delta, delta),
             Part("verify", f"{compare:,} to compare ÷ {verifying:,.0f} /s", verify, verify),
             Part("shared", f"{users:,} users ÷ {sharing:,.0f} /s", shared, shared),
-            *_beside(artifacts, artifact_rate, remember, memory_rate),
+            *_artifacts(artifacts, look_rate, read, read_rate),
+            *_memory(remember, memory_rate),
             Part("publish", "closing, publishing, steps between", PUBLISH_SECONDS, PUBLISH_SECONDS),
         )
     )
 
 
-def _beside(
-    artifacts: int, artifact_rate: float | None, remember: int, memory_rate: float | None
+def _artifacts(
+    listed: int, look_rate: float | None, read: int, read_rate: float | None
 ) -> tuple[Part, ...]:
-    """Return what is kept beside sessions and takes its time; nothing where nothing is."""
-    parts = []
-    if artifacts:
-        looking = artifact_rate or ASSUMED_RATE
-        seconds = 2 * artifacts / looking
-        detail = f"{artifacts:,} versions, twice ÷ {looking:,.0f} /s"
-        parts.append(Part("artifacts", detail, seconds, seconds))
-    if remember:
-        giving = memory_rate or ASSUMED_MEMORY_RATE
-        seconds = remember / giving
-        detail = f"{remember:,} changed ÷ {giving:,.0f} /s"
-        parts.append(Part("memory", detail, seconds, seconds))
-    return tuple(parts)
+    if not listed:
+        return ()
+    looking, reading = look_rate or ASSUMED_RATE, read_rate or ASSUMED_RATE
+    seconds = 2 * listed / looking + read / reading
+    detail = f"{listed:,} versions, twice ÷ {looking:,.0f} /s"
+    if read:
+        detail += f", {read:,} read ÷ {reading:,.0f} /s"
+    return (Part("artifacts", detail, seconds, seconds),)
+
+
+def _memory(sessions: int, rate: float | None) -> tuple[Part, ...]:
+    if not sessions:
+        return ()
+    giving = rate or ASSUMED_MEMORY_RATE
+    seconds = sessions / giving
+    return (Part("memory", f"{sessions:,} changed ÷ {giving:,.0f} /s", seconds, seconds),)

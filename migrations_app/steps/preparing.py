@@ -61,6 +61,8 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
             return common.waiting(move, str(clearing), seconds=0.0)
         except GuardTaken as taken:
             checks.append(Check("Guard", False, str(taken)))
+        if any(check.ok is False for check in checks):
+            return _blocked(move, checks, began)
         kept = artifacts.prepare(move, leftovers=_left_by_ended(move), timer=Timer())
         checks += [kept.check] if kept.check is not None else []
         if not kept.cleared:
