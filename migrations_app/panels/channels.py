@@ -23,8 +23,8 @@ STATES = {
 }
 # Who does a step, in words.
 BY = {
-    StepBy.CALLABLE: "callable",
-    StepBy.COMMAND: "command",
+    StepBy.CALLABLE: "a callable",
+    StepBy.COMMAND: "a command",
     StepBy.PERSON: "a person",
 }
 DONE = {Step.COPY: "copied", Step.VERIFY: "verified"}

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from migrations_app.domain.phases import Phase
-from migrations_app.models import RestoreFinding, TenantMigration
+from migrations_app.models import ArtifactReference, RestoreFinding, TenantMigration
 from tenants import services
 from tenants.domain.roles import Role
 from tenants.models import AuditEntry, RuntimeInstance
@@ -83,6 +83,16 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
         slug = f"tenant-with-a-long-name-{index}"
         tenant = make.tenant(slug, cell=here.cell, store=here.store, now=at)
         moves.append(scene.move(here, phase, now=at, tenant=tenant, **columns))
+    for index, phase in enumerate((Phase.SPLIT, Phase.VERIFY, Phase.REVERSE_DELTA)):
+        slug = f"split-{index}"
+        tenant = make.tenant(slug, cell=here.cell, store=here.store, now=at)
+        moves.append(scene.split_move(here, phase, now=at, tenant=tenant))
+    split = moves[-3]
+    listed = scene.channels(split)
+    listed[0].state, listed[0].failures, listed[0].detail = "failed", 3, "z" * 200
+    listed[0].save()
+    scene.artifacts(split, 45)
+    ArtifactReference.objects.filter(move=split).update(place="event 3 " + "x" * 200)
     late = scene.move(here, Phase.SOAK, now=at, tenant=here.core)
     scene.late_writes(late, now=at)
     more = scene.many_mismatches(blocked, 30, now=at)
@@ -112,6 +122,18 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
         *(f"/moves/mv-{move.pk}/" for move in moves),
         f"/moves/mv-{blocked.pk}/abort/",
         f"/moves/mv-{blocked.pk}/?state=all",
+        f"/moves/mv-{split.pk}/abort/",
+        f"/moves/mv-{split.pk}/drain/",
+        f"/moves/mv-{split.pk}/channels/{listed[1].pk}/copy/",
+        f"/moves/mv-{split.pk}/?references_page=2&numbers_page=2&users_page=1",
+        "/channels/",
+        "/channels/?tenant=split-0",
+        "/channels/new/?tenant=split-0",
+        f"/channels/{listed[0].channel_id}/",
+        "/stores/",
+        "/stores/store-eu1-b/",
+        "/tenants/split-0/",
+        "/tenants/bolt/rehearse/",
         f"/moves/mv-{late.pk}/",
         f"/moves/mv-{late.pk}/rollback/",
         f"/moves/mv-{late.pk}/pace/",

@@ -65,7 +65,7 @@ def test_each_channel_says_how_far_it_is_and_what_it_holds_up(
     assert "tried again" in text
     assert "The fence waits For side channel vectors to be copied (Exit code 3: no room);" in text
     assert "side channel cache to be copied by a person" in text
-    assert re.search(r"vectors required Failed holds the fence due now by command", text)
+    assert re.search(r"vectors required Failed holds the fence due now by a command", text)
     assert re.search(r"logs optional Open due now by a person", text)
 
 
