@@ -21,6 +21,7 @@ from typing import Any
 from django.db import transaction
 
 from durable.errors import Refused
+from durable.machine import Overtaken
 from migrations_app import ports
 from migrations_app.domain.phases import ENDED, Mode
 from migrations_app.domain.values import SCRATCH, Layout
@@ -41,7 +42,7 @@ from tenants.models import Placement, Store, Tenant
 
 SAMPLE_SESSIONS = 500
 # About 10 s in all, with a mark of the source and the removal: somebody waits for the answer.
-SCAN_SECONDS, COPY_SECONDS, SHARED_SECONDS = 2.0, 4.5, 1.0
+SCAN_SECONDS, COPY_SECONDS, SHARED_SECONDS = 4.0, 4.0, 1.0
 # Keys read at once, as in a move's own sweeps.
 PAGE = 2_000
 # A chunk is a transaction on the target; later ones are as large as takes so long, as in BACKFILL.
@@ -192,9 +193,8 @@ def _sample(source: SessionStore, found: Preflight) -> tuple[list[Key], _Measure
     seconds = time.perf_counter() - begun
     # If the time is up before all are copied, those that were are of everywhere too.
     random.Random(total).shuffle(keys)
-    measured = _Measured(wanted=len(keys))
+    measured = _Measured(wanted=len(keys), scan_seconds=seconds)
     if whole:
-        measured.scan_seconds = seconds
         begun = time.perf_counter()
         try:
             source.mark()
@@ -202,7 +202,11 @@ def _sample(source: SessionStore, found: Preflight) -> tuple[list[Key], _Measure
         except StoreRefused as refused:
             measured.notes.append(f"the source's mark was not taken: {refused}")
     else:
-        measured.notes.append(f"chosen from the first {passed:,} of {total:,} sessions")
+        measured.scan_seconds = seconds * max(1.0, total / max(1, passed))
+        measured.notes.append(
+            f"chosen from the first {passed:,} of {total:,} sessions, and reading all stamps"
+            " reckoned from theirs"
+        )
     return keys, measured
 
 
@@ -344,6 +348,11 @@ def _scratch(store: Store, *, by: str, now: datetime) -> Iterator[Scratch]:
     scratch = Scratch.objects.create(store=store, app_name=name, at=now, by=by)
     try:
         yield scratch
+    except Overtaken as late:
+        _try_remove(scratch)
+        raise CanNotRehearse(
+            "It stood still for so long that it was removed as a leftover. Begin again."
+        ) from late
     except Exception:
         _try_remove(scratch)
         raise

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from durable.machine import Overtaken
 from migrations_app import ports, rehearsing, services
 from migrations_app.domain.values import SCRATCH
 from migrations_app.dry_run import dry_run
@@ -271,24 +271,25 @@ def test_a_halt_stops_it_between_two_chunks(files: World) -> None:
 # --- killed in the middle ------------------------------------------------------------------------
 
 
-def killed(world: World, at: str = "copy, done") -> None:
-    """Let a worker die in a rehearsal, right before a call of its store."""
-    world.killer.names.clear()
+@contextmanager
+def dying(world: World, at: str) -> Iterator[None]:
+    """Let a worker die in the body, right before or behind a call of its store."""
+    real = world.killer.tick
 
-    def die() -> None:
-        raise Killed
+    def tick(name: str) -> None:
+        if name == at:
+            raise Killed
+        real(name)
 
     with pytest.MonkeyPatch.context() as patch:
-        real = world.killer.tick
-
-        def tick(name: str) -> None:
-            if name == at:
-                die()
-            real(name)
-
         patch.setattr(world.killer, "tick", tick)
         with pytest.raises(Killed):
-            rehearse(world)
+            yield
+
+
+def killed(world: World, at: str = "copy, done") -> None:
+    with dying(world, at):
+        rehearse(world)
 
 
 MOMENTS = ("adopt", "adopt, done", "copy, done", "write_shared, done", "delete, done", "disown")
@@ -344,10 +345,34 @@ def test_a_sleeper_that_wakes_after_the_sweep_writes_nothing(both: World) -> Non
 
     both.killer.before["copy"] = swept
     # On PostgreSQL its connection is ended too, as a hanging COPY's would be.
-    with pytest.raises((Overtaken, Unreachable)):
+    with pytest.raises((CanNotRehearse, Unreachable)):
         rehearse(both)
     assert left(both) == {}
     assert not Rehearsal.objects.exists()
+
+
+def test_a_sleeper_that_wakes_in_the_middle_of_the_sweep_writes_nothing(both: World) -> None:
+    written: list[int] = []
+
+    def half_swept() -> None:
+        both.clock.pass_by(3_600)
+        with dying(both, "take, done"):
+            rehearsing.sweep(now=both.clock())
+
+    real = ports.copy
+
+    def copy(*given: Any) -> Any:
+        done = real(*given)
+        written.append(len(done.copied))
+        return done
+
+    both.killer.before["copy"] = half_swept
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ports, "copy", copy)
+        with pytest.raises((CanNotRehearse, Unreachable)):
+            rehearse(both)
+    assert written == []
+    assert left(both) == {}
 
 
 def test_a_store_that_goes_away_keeps_its_note_until_it_is_back(
@@ -424,7 +449,8 @@ def test_a_dry_run_goes_by_the_rehearsal_and_says_so(servers: World) -> None:
 def test_figures_of_another_tenant_or_another_pair_are_not_taken_for_its_own(files: World) -> None:
     cast = files.cast
     kept(files, tenant=cast.bolt)
-    kept(files, source_store=cast.other_store, target_store=cast.store)
+    kept(files, source_store=cast.other_store)
+    kept(files, target_store=cast.store)
     assert told(files).measured.startswith("assumed")
     assert files.start().copy_rate is None
 
