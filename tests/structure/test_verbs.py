@@ -10,8 +10,10 @@ from django.test import RequestFactory
 from django.urls import URLPattern, URLResolver, get_resolver
 
 from migrations_app import services
-from migrations_app.api import restored_router
+from migrations_app.api import restored_router, stores_router
 from migrations_app.api import router as moves
+from migrations_app.api_channels import router as channels
+from migrations_app.api_rehearsals import router as rehearsals
 from migrations_app.domain.verbs import WORDS
 from tenants.api import ops_router
 from tenants.domain.roles import Role
@@ -19,13 +21,20 @@ from tenants.domain.roles import Role
 # Functions of the operators' API that may change something, by name.
 OPERATIONS = {
     operation.view_func.__name__
-    for router in (moves, restored_router, ops_router)
+    for router in (moves, restored_router, stores_router, channels, rehearsals, ops_router)
     for path in router.path_operations.values()
     for operation in path.operations
     if "POST" in operation.methods
 }
 # Pages that are more than their verb: the API has it under the verb's own name.
-ELSEWHERE = {"new_move": "start", "dead": "ask_dead"}
+ELSEWHERE = {
+    "new_move": "start",
+    "dead": "ask_dead",
+    "rehearse": "rehearse_copy",
+    "new_channel": "register_channel",
+    "check_channel": "check_off_channel",
+    "store_services": "set_store_services",
+}
 
 
 def _acts(resolver: URLResolver) -> Iterator[URLPattern]:
