@@ -412,7 +412,7 @@ class PostgresStore(PostgresGuard):
                 if was == "{}":
                     self.run(
                         f"INSERT INTO {table} ({columns}, state, update_time)"
-                        f" VALUES ({named}, '{{}}', now()) ON CONFLICT DO NOTHING",
+                        f" VALUES ({named}, '{{{{}}}}', now()) ON CONFLICT DO NOTHING",
                         params,
                     )
                 # Behind another writer's lock the condition is looked at once more.

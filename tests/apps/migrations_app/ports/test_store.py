@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from migrations_app.ports.base import (
     Key,
     Mark,
     SessionStore,
+    SharedRow,
     Unreachable,
 )
 from migrations_app.ports.postgres import MANY
@@ -498,6 +500,22 @@ def test_equal_shared_state_is_not_written_again(source: Place, target: Place) -
     copy_all(source, target)
     times = target.run("SELECT DISTINCT CAST(update_time AS TEXT) FROM user_states")
     assert times == [("2020-01-01 00:00:00",)]
+
+
+@pytest.mark.parametrize("user", [None, "u0", "u5"], ids=["the app", "a user", "a new user"])
+def test_one_state_is_replaced_if_it_still_is_what_it_was(
+    source: Place, target: Place, user: str | None
+) -> None:
+    copy_all(source, target)
+    with target.open() as store:
+        found = store.shared([user]).get(user)
+        was = found.state if found is not None else "{}"
+        for now in ("{}", '{"n": 1}', '{"n": 2}'):
+            row = SharedRow(user, now, "")
+            assert not store.replace_shared(row, '{"n": 0}')
+            assert store.replace_shared(row, was)
+            was = store.shared([user])[user].state
+            assert json.loads(was) == json.loads(now)
 
 
 def test_shared_state_of_users_is_deleted_by_name(source: Place, target: Place) -> None:
