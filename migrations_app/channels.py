@@ -474,7 +474,9 @@ def _since(move: TenantMigration) -> str:
     """Return from when on a way back has something to bring back; "" on the way forward."""
     if move.phase not in REVERSED:
         return ""
+    if move.split_placement_version is not None:
+        # Both served from then on, whatever fences were closed and left since.
+        split = move.tenant.placement_changes.get(placement_version=move.split_placement_version)
+        return split.at.isoformat()
     cutovers = [fence["fence_opened_at"] for fence in move.past_fences if not fence["back"]]
-    if cutovers and cutovers[-1]:
-        return str(cutovers[-1])
-    return move.split_at.isoformat() if move.split_at else ""
+    return str(cutovers[-1]) if cutovers and cutovers[-1] else ""

@@ -461,7 +461,17 @@ def compare(
     ours, theirs = pair
     meter.compared += len(keys)
     equal = [key for key in keys if same(ours.get(key), theirs.get(key))]
-    differ = name(move, source, target, [key for key in keys if key not in set(equal)])
+    differing = [key for key in keys if key not in set(equal)]
+    served: set[Key] = set()
+    if carries_back(move):
+        # Agents of the source may have gone on with one since it was looked up.
+        known = noted(move, differing)
+        served = {
+            key
+            for key in differing
+            if key in theirs and key in known and known[key].written != theirs[key].stamp
+        }
+    differ = name(move, source, target, [key for key in differing if key not in served])
     stamps = {
         key: Copied(ours[key].stamp, theirs[key].stamp)
         for key in equal
@@ -470,7 +480,7 @@ def compare(
     now = clock()
     with holding(move):
         _record(move, stamps, dict.fromkeys(stamps, now))
-        _resolve(move, equal, now)
+        _resolve(move, [*equal, *served], now)
         _report(move, differ, pair, now)
 
 
@@ -522,13 +532,18 @@ def prove(
         if rows and not as_recorded:
             with meter.timing("scan", len(rows)):
                 there = target.stamps([Key(row[1], row[2]) for row in rows])
+        served = []
         for _, user, session, stamp, compared_at in rows:
             key = Key(user, session)
             if back_out and there.get(key) not in (None, stamp):
                 # Served at the source since it was carried back: it can't be compared any more.
+                served.append(key)
                 continue
             if not move.stamps_prove or compared_at is None or there.get(key) != stamp:
                 pending.append(key)
+        if served:
+            with holding(move):
+                _resolve(move, served, clock())
         last, passed = rows[-1][0] if rows else last, passed + len(rows)
         finished = len(rows) < page
         stop = finished or timer.out

@@ -257,7 +257,7 @@ def abort(
     """Ask the move to take its way out: open the source, publish, remove what it wrote.
 
     Where sessions were born on the target of a split they have to come back first: it is then
-    rolled back, after the fence that is closed, if one is, was opened.
+    rolled back, after the fence that is closed, if one is, was opened. Lifts a pause in SPLIT.
     """
     _require(reason)
     with _asking(move, "abort", seen=seen, by=by, reason=reason, now=now) as row:
@@ -271,6 +271,7 @@ def abort(
             row.rollback_requested_at, row.rollback_requested_by = now, by
             row.rollback_reason = reason
             if row.phase == Phase.SPLIT:
+                row.pause_requested_at, row.pause_requested_by, row.pause_reason = None, "", ""
                 return
         row.abort_requested_at, row.abort_requested_by, row.abort_reason = now, by, reason
 

@@ -59,3 +59,8 @@ def silent(context: dict[str, Any]) -> None:
 def environment(context: dict[str, Any]) -> dict[str, Any]:
     held = [name for name in ("SECRET_KEY", "DATABASE_URL", "REDIS_URL") if name in os.environ]
     return {"state": "done", "words": f"holds {', '.join(held) or 'nothing of ours'}"}
+
+
+def since(context: dict[str, Any]) -> dict[str, Any]:
+    """Bring back what is as young as it was told to."""
+    return {"state": "done", "words": f"since {context['since'] or 'ever'}"}

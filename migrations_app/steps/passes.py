@@ -199,6 +199,10 @@ def _last_pass(move: TenantMigration, now: datetime) -> tuple[float, float]:
 
 def _asked_for(move: TenantMigration) -> dict[str, bool]:
     """Return what must still hold when the fence closes: taken back meanwhile, it does not."""
+    if move.phase == Phase.SPLIT:
+        # The way back begins out of the split, and a fence that is closed first would only be in
+        # its way: nothing leads out of that before its deadline, and TARGET is refused.
+        return {"rollback_requested_at__isnull": True}
     waits = move.phase == Phase.BACKFILL and not move.automatic
     return {"drain_requested_at__isnull": False} if waits else {}
 

@@ -86,6 +86,9 @@ def _take_new(move: TenantMigration, clock: Clock) -> Wait:
         target.take(mover=True, agents=True)
     now = clock()
     with holding(move) as row:
+        if row.abort_requested_at is not None:
+            # Asked for since this step began: nothing was born yet, so the short way leads out.
+            return Wait()
         if row.split_placement_version is None:
             row.split_placement_version = tenants.split(
                 move.tenant,
@@ -165,7 +168,12 @@ def stay(move: TenantMigration, clock: Clock) -> Wait:
     with holding(move) as row:
         if row.fence_opened_at is None:
             if came_back:
-                tenants.publish(move.tenant, move.target_cell, accepts="new")
+                tenants.split_anew(
+                    move.tenant,
+                    by=row.rollback_requested_by,
+                    reason=f"{move}: back to the split",
+                    now=now,
+                )
             else:
                 tenants.publish(move.tenant, move.source_cell, accepts="existing")
             row.fence_opened_at = now

@@ -200,6 +200,31 @@ def split(tenant: Tenant, *, cell: Cell, store: Store, by: str, reason: str, now
     return counter.placement_version
 
 
+def split_anew(tenant: Tenant, *, by: str, reason: str, now: datetime) -> int:
+    """Open both sides of a split again, as another placement; return its placement_version.
+
+    For a far side that was closed while sessions went from it to the home. A turn that the home
+    did not know before may still be on its way there, for as long as a gateway stalls: on the old
+    version it would be served by what was left behind. Refused as moved, it asks the home anew.
+    Inside the caller's transaction, which must exist. Raises CanNotSplit where nothing is split,
+    PlacementChanged.
+    """
+    assert_in_transaction()
+    placement, cells = _hold(tenant)
+    if placement.split_cell_id is None:
+        raise CanNotSplit(f"{tenant} is not split, so there are no two sides to be opened again.")
+    home, counter = cells[placement.cell_id], lock_counter()
+    raise_placement(counter)
+    for cell, accepts in ((home, Accepts.EXISTING), (cells[placement.split_cell_id], Accepts.NEW)):
+        said = {"accepts": accepts, "placement_version": counter.placement_version}
+        _put(tenant, cell, said)
+    Placement.objects.filter(pk=placement.pk).update(
+        placement_version=counter.placement_version, feed_version=counter.feed_version
+    )
+    note_placement(tenant, home, placement.store, counter, by=by, reason=reason, now=now)
+    return counter.placement_version
+
+
 def unsplit(tenant: Tenant, *, by: str, reason: str, now: datetime) -> int:
     """End a split towards the home, which accepts all turns again; return the placement_version.
 

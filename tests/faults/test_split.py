@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from django.conf import LazySettings
 
-from migrations_app import queries, services
+from migrations_app import channels, queries, services
 from migrations_app.domain.phases import Mode, Phase
 from migrations_app.models import TenantMigration
-from tenants.models import Placement
+from tenants.models import Placement, PlacementChange
 from tests.stores import EMPTY, Raw
 from tests.world import APP, World, each_call, each_moment, undone
 
@@ -391,3 +392,122 @@ def test_a_way_back_out_of_a_split_that_ran_out_of_time_is_tried_again(files: Wo
     assert_both_serve(files, "late")
     files.run()
     assert_back(files, content, "at the second try")
+
+
+def until_ready_to_split(world: World) -> None:
+    """Let the move come to where its next step opens the target."""
+    for _ in range(60):
+        if world.move.phase == Phase.SPLIT and world.move.stage == "ready":
+            return
+        world.step()
+    raise AssertionError(f"not ready: {world.move.phase} {world.move.waiting_for}")
+
+
+def abort(world: World) -> None:
+    services.abort(world.move, by="ada", reason="not now", now=world.clock())
+
+
+def test_an_abort_that_comes_as_the_target_opens_is_answered(files: World) -> None:
+    start(files)
+    until_ready_to_split(files)
+    files.killer.before["take"] = lambda: abort(files)
+    content = sessions(files.source)
+    files.run()
+    assert files.move.phase == Phase.ABORTED
+    assert sessions(files.source) == content
+    assert files.target.content(APP) == EMPTY
+    assert files.owner() == [("cell-eu1-a", "all")]
+
+
+def test_an_abort_that_comes_as_the_fence_closes_keeps_it_open(files: World) -> None:
+    start(files)
+    until_both_serve(files)
+    content = live(files)
+    files.killer.before["still_writing"] = lambda: abort(files)
+    phases = []
+    for _ in range(60):
+        phases.append(files.step().phase)
+    assert Phase.DRAIN not in phases
+    assert_back(files, content, phases)
+
+
+def test_an_abort_of_a_paused_split_brings_the_births_back(files: World) -> None:
+    start(files)
+    until_both_serve(files)
+    content = live(files)
+    services.pause(files.move, by="ada", reason="lunch", now=files.clock())
+    files.step()
+    abort(files)
+    files.run()
+    assert_back(files, content, "paused")
+
+
+@pytest.mark.parametrize("call", ["digests", "stamps"])
+def test_a_turn_at_the_source_while_the_births_are_compared_holds_nothing_up(
+    both: World, call: str
+) -> None:
+    start(both)
+    until_both_serve(both)
+    live(both)
+    abort(both)
+    both.run(until=Phase.REVERSE_VERIFY)
+    both.killer.before[call] = lambda: both.source.turn(APP, "u-1", "s-born", "at-home", 9_500)
+    begun = both.clock()
+    both.run()
+    assert both.move.phase == Phase.ROLLED_BACK
+    assert sessions(both.source)["u-1/s-born"][-1] == "at-home"
+    assert (both.clock() - begun).total_seconds() < 30
+    assert both.move.past_fences == []
+
+
+def test_what_was_not_here_before_a_stopped_way_back_is_asked_for_anew(files: World) -> None:
+    """A gateway may hold "not here" of a session for as long as a way back takes. Served on its
+    word by the target, which is open again, the turn would be replaced by the source's session."""
+    start(files)
+    until_both_serve(files)
+    live(files)
+    told = dict(entries(files))
+    abort(files)
+    files.run(until=Phase.REVERSE_VERIFY)
+    abort(files)
+    files.run(until=Phase.SPLIT)
+    files.step()
+    assert_both_serve(files, "stopped")
+    placed = Placement.objects.get(tenant=files.cast.acme).placement_version
+    assert placed > max(told.values())
+    assert set(entries(files)) == {("cell-eu1-a", placed), ("cell-eu1-b", placed)}
+
+
+def entries(world: World) -> list[tuple[str, int]]:
+    rows = world.cast.acme.entries.order_by("cell__slug")
+    return list(rows.values_list("cell__slug", "placement_version"))
+
+
+@pytest.mark.parametrize("until", [Phase.SPLIT, Phase.SOAK])
+def test_side_channels_bring_back_what_is_younger_than_the_split(
+    files: World, settings: LazySettings, until: Phase
+) -> None:
+    """The target has served since then, whatever fences were closed and left meanwhile."""
+    settings.CHANNEL_MODULES = ["tests.vectors"]
+    owner = {"tenant": files.cast.acme, "by": "ada", "now": files.clock()}
+    steps = {"copy_by": "callable", "copy_step": "tests.vectors:since"}
+    checks = {"verify_by": "callable", "verify_step": "tests.vectors:since"}
+    channels.register(name="vectors", **owner, **steps, **checks)
+    start(files)
+    until_both_serve(files)
+    begun = PlacementChange.objects.latest("id").at.isoformat()
+    files.clock.pass_by(5)
+    files.run(until=Phase.VERIFY)
+    files.clock.pass_by(1_000)
+    files.run(until=Phase.SPLIT)
+    files.step()
+    if until == Phase.SOAK:
+        files.run(until=Phase.SOAK)
+        for _ in range(4):
+            files.step()
+        services.rollback(files.move, by="ada", reason="slow tools", now=files.clock())
+    else:
+        abort(files)
+    files.run()
+    assert files.move.phase == Phase.ROLLED_BACK
+    assert files.move.events.filter(note__contains=f"copied, since {begun}").exists()
