@@ -181,7 +181,7 @@ def test_the_first_tab_skips_to_the_content(here: make.Cast, windows: Windows) -
 
 
 def test_the_console_stays_quiet(pages: list[str], windows: Windows) -> None:
-    window = windows()
+    window = windows(Role.ADMIN)
     for path in pages:
         if path != "/nothing/":
             window.open(path).wait_for_timeout(300)
