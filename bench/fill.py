@@ -76,6 +76,8 @@ async def _turn(
                 invocation=invocation,
                 id=event.id,
                 store=part.store,
+                word=scripted.last_word(event),
+                made=event.timestamp,
             )
         )
     journal.write(

@@ -320,6 +320,8 @@ class Fleet:
             invocation=event.invocation_id,
             id=event.id,
             store=self._taken.pop(event.id, ""),
+            word=scripted.last_word(event),
+            made=event.timestamp,
         )
 
     async def _patiently(

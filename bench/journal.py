@@ -17,6 +17,8 @@ from typing import Literal
 
 FLUSH_SECONDS = 1.0
 LONGEST_LINE = 65_536
+# The user's state that every `remember` of the script sets, to a word that nobody else says.
+LAST_WORD = "user:last"
 
 Kind = Literal["event", "turn", "refused", "failed", "cancelled", "deleting", "deleted"]
 
@@ -42,6 +44,9 @@ class Line:
     count: int = 0
     # Of a refusal, or an error in words.
     reason: str = ""
+    # What the event made its user's last word, and when it was made, by its own account.
+    word: str = ""
+    made: float = 0.0
 
 
 class Journal:

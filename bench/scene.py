@@ -17,6 +17,7 @@ from bench.fill import Part
 from bench.fleet import Config, Talk
 from durable.clock import database_now
 from migrations_app import services as migrations
+from migrations_app.domain.phases import Mode
 from migrations_app.models import TenantMigration
 from platform_admin.processes import Process
 from tenants import services
@@ -213,8 +214,15 @@ def start_move(
     reason: str,
     soak_seconds: float,
     pace_per_second: float,
+    mode: Mode = Mode.FENCE,
+    idle_seconds: float = 0.0,
+    idle_bound_seconds: float = 0.0,
 ) -> TenantMigration:
-    """Start a move that runs to its end by itself."""
+    """Start a move that runs to its end by itself.
+
+    In split mode known sessions are waited for until none has changed for `idle_seconds`,
+    `idle_bound_seconds` at most.
+    """
     return migrations.start(
         Tenant.objects.get(slug=tenant),
         target_cell=Cell.objects.get(slug=cell),
@@ -225,6 +233,9 @@ def start_move(
         automatic=True,
         soak_seconds=soak_seconds,
         pace_per_second=pace_per_second,
+        mode=mode,
+        idle_seconds=idle_seconds,
+        idle_bound_seconds=idle_bound_seconds,
         offboard_automatically=True,
     )
 

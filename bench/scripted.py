@@ -21,6 +21,7 @@ from typing import Any
 from google.adk.agents import LlmAgent
 from google.adk.agents.run_config import RunConfig, StreamingMode
 from google.adk.apps import App
+from google.adk.events.event import Event
 from google.adk.models.base_llm import BaseLlm
 from google.adk.models.llm_request import LlmRequest
 from google.adk.models.llm_response import LlmResponse
@@ -28,6 +29,8 @@ from google.adk.runners import Runner
 from google.adk.sessions.base_session_service import BaseSessionService
 from google.adk.tools import ToolContext
 from google.genai import types
+
+from bench.journal import LAST_WORD
 
 # What every model call claims to have used, so that usage can be counted to the token.
 PROMPT_TOKENS, ANSWER_TOKENS = 11, 7
@@ -72,6 +75,8 @@ async def remember(value: str, tool_context: ToolContext) -> dict[str, Any]:
     """Remember a value, and count what was said in the session, by the user, and in the app."""
     state = tool_context.state
     state["last"] = value
+    # Nobody else ever says this one: whose word stands in the end tells whose was lost.
+    state[LAST_WORD] = tool_context.invocation_id
     for key in ("count", "user:count", "app:count"):
         state[key] = (state.get(key) or 0) + 1
     state["temp:scratch"] = "never stored"
@@ -102,6 +107,11 @@ def build_runner(
     return Runner(
         app=App(name=name, root_agent=agent), app_name=app_name, session_service=session_service
     )
+
+
+def last_word(event: Event) -> str:
+    """Return what an event made its user's last word; "" if it did not."""
+    return str(event.actions.state_delta.get(LAST_WORD, ""))
 
 
 def message(text: str) -> types.Content:

@@ -1,5 +1,8 @@
 """Thousands of counted turns over a move, a rollback and a second move, with kills at random.
 
+With `--mode split` all moves split, and between the rollback and the last one another is aborted
+in its split, while sessions are born on its target: they come back.
+
 A whole installation on PostgreSQL and Redis, and agent processes whose clients journal every
 event that they were told of. Web, both workers, beat and the agents are killed (-9) every few
 seconds, by dice whose seed is printed. In the end every acknowledged event is looked for where
@@ -30,7 +33,7 @@ from bench.plane import control_plane
 from platform_admin.processes import Supervisor, installation
 
 if TYPE_CHECKING:
-    from bench.audit_events import Verdict
+    from bench.audit_events import Lived, Verdict
     from migrations_app.domain.phases import Phase
     from migrations_app.models import TenantMigration
 
@@ -39,6 +42,13 @@ TENANT, SOURCE, TARGET = "acme", "store-eu1-a", "store-eu1-b"
 FLEETS = ("agents-1", "agents-2")
 # Of all turns, what is talked before each leg begins; the rest is talked after the last.
 MOVE_AT, BACK_AT, AGAIN_AT = 0.10, 0.40, 0.65
+# In split mode: before the first move, its rollback, the move that is aborted, its abort, the last.
+SPLIT_AT = (0.10, 0.30, 0.45, 0.60, 0.75)
+# The move that is aborted lets the tenant talk in its split for at least this part of all turns.
+SPLIT_FOR = 0.10
+# How long known sessions are waited for at most: with clients that never rest, that is how long.
+# The move that is aborted waits for longer than its turns take.
+IDLE_BOUND_SECONDS, IDLE_SECONDS = 8.0, 2.0
 # Who is killed after how many seconds, at least and at most. An agent's death holds every fence
 # for its lease and its longest turn, so agents die less often.
 KILLS = {("web", "prompt", "bulk", "beat"): (3.0, 9.0), FLEETS: (50.0, 80.0)}
@@ -58,6 +68,7 @@ TABLES = ("sessions", "events", "user_states", "app_states")
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser(__doc__ or "")
     options.add_argument("--turns", type=int, default=TURNS)
+    options.add_argument("--mode", choices=["fence", "split"], default="fence")
     options.add_argument("--seed", type=int, default=secrets.randbelow(1_000_000))
     options.add_argument("--logs", type=Path, help="a folder to keep: logs, journals")
     chosen = options.parse_args(argv)
@@ -76,15 +87,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             RUNTIME_LEASE_SECONDS=str(RUNTIME_LEASE_SECONDS),
             LOG_LEVEL="WARNING",
         ):
-            return report(measure(home, stores, chosen.turns, chosen.seed), as_json=chosen.json)
+            bars = measure(home, stores, chosen.turns, chosen.seed, chosen.mode)
+            return report(bars, as_json=chosen.json)
 
 
-def measure(home: Path, stores: Sequence[str], turns: int, seed: int) -> Iterator[Bar]:
+def measure(
+    home: Path, stores: Sequence[str], turns: int, seed: int, mode: str = "fence"
+) -> Iterator[Bar]:
     """Yield what came out, and the seed at once: it is what a failure is repeated with."""
     from bench.audit_events import audit
 
     yield Bar("seed of the dice", seed, "")
-    soak = Soak(home, stores, seed)
+    soak = Soak(home, stores, seed, mode)
     began = time.monotonic()
     with soak:
         moves = soak.run(turns)
@@ -97,8 +111,7 @@ def measure(home: Path, stores: Sequence[str], turns: int, seed: int) -> Iterato
         print(example, file=sys.stderr)
     yield from _bars(verdict, soak, turns, took, left)
     for index, move in enumerate(moves):
-        for number, fence in enumerate(_fences(move)):
-            word = "fence back" if number else "fence"
+        for word, fence in _fences(move):
             yield Bar(f"{word} of move {index + 1}, closed", fence, "s")
 
 
@@ -111,8 +124,12 @@ def _bars(verdict: Verdict, soak: Soak, turns: int, took: float, left: int) -> I
     yield Bar("doubled", verdict.doubled, "events", 0)
     yield Bar("sessions out of order", verdict.disordered, "sessions", 0)
     yield Bar("sessions that a store took back", verdict.returned, "sessions", 0)
+    yield Bar("users who shared a last word", verdict.spoken, "users")
+    yield Bar("of these, an older one is there", verdict.outspoken, "users", 0)
     closings = [times for times in soak.watch.looks.values() if times > 1]
     yield Bar("closings of a store that were watched", len(closings), "closings", 3, "at least")
+    if soak.born is not None:
+        yield Bar("born on the target before the abort", soak.born, "sessions", 1, "at least")
     yield Bar("looks at a closed store", sum(closings), "looks")
     yield Bar("of these, something had changed", len(soak.watch.changes), "looks", 0)
     yield Bar("rows left on the source", left, "rows", 0)
@@ -158,13 +175,35 @@ class Watch:
             self.changes.append(f"{move} {move.phase}: closed {window[1]} changed: {words}")
         self._window, self._seen = window, seen
 
-    def lived(self) -> list[str]:
-        """Return the stores in which the tenant has lived, in order."""
+    def lived(self) -> list[Lived]:
+        """Return the stores in which the tenant has lived, in order.
+
+        A split keeps it where it is, and so does its end there. In between sessions began at the
+        other store: those that come back have lived there first.
+        """
+        from bench.audit_events import Lived
+        from migrations_app.models import TenantMigration
         from tenants.models import PlacementChange
 
+        flips = TenantMigration.objects.values_list("back_placement_version", flat=True)
+        ended = set(flips.exclude(back_placement_version=None))
+        places: list[Lived] = []
         changes = PlacementChange.objects.filter(tenant__slug=TENANT).order_by("id")
-        keys = list(changes.values_list("store__key", flat=True))
-        return [key for n, key in enumerate(keys) if n == 0 or keys[n - 1] != key]
+        for version, key in changes.values_list("placement_version", "store__key"):
+            split = bool(places) and places[-1].store == key and version not in ended
+            births = Lived(TARGET if key == SOURCE else SOURCE, births=True)
+            places += [births, Lived(key)] if split else [Lived(key)]
+        return places
+
+    def born(self) -> int:
+        """Return how many of the target's sessions the source does not have."""
+        found = []
+        for key in (SOURCE, TARGET):
+            with psycopg.connect(self.stores[key]) as connection:
+                app = f"support.{TENANT}"
+                names = "SELECT user_id, id FROM sessions WHERE app_name = %s"
+                found.append(set(connection.execute(names, (app,)).fetchall()))
+        return len(found[1] - found[0])
 
     def left_on_the_source(self) -> int:
         """Return how many rows of the tenant the store has that its last move left."""
@@ -172,17 +211,21 @@ class Watch:
 
     def _of(self, move: TenantMigration) -> tuple[Any, ...] | None:
         """Return which closing of which store this phase is within."""
+        from django.db.models import F, Q
+
         from migrations_app.domain.phases import Phase
 
-        back = move.events.filter(now=Phase.REVERSE_DELTA).exclude(was=Phase.REVERSE_DELTA).count()
-        if move.phase in (
-            *(Phase.DELTA, Phase.VERIFY, Phase.TARGET, Phase.SOAK, Phase.REVERSE_DRAIN),
-        ):
-            return move.pk, SOURCE, back
+        # A fence that is left opens what it closed: the next one's closing is another.
+        begun = move.events.filter(Q(now=Phase.DELTA) | Q(now=Phase.REVERSE_DELTA))
+        closing = begun.exclude(was=F("now")).count()
+        soaking = move.phase == Phase.REVERSE_DRAIN and move.came_from == Phase.SOAK
+        if soaking or move.phase in (Phase.DELTA, Phase.VERIFY, Phase.TARGET, Phase.SOAK):
+            return move.pk, SOURCE, closing
         if move.phase in (
             *(Phase.REVERSE_DELTA, Phase.REVERSE_VERIFY, Phase.REVERSE_TARGET, Phase.ROLLED_BACK),
         ):
-            return move.pk, TARGET, back
+            return move.pk, TARGET, closing
+        # In a split both sides are open, also while the way back out of it waits for its proof.
         return None
 
     def _fingerprint(self, key: str) -> list[tuple[int, int]]:
@@ -201,11 +244,11 @@ class Watch:
 class Soak:
     """The installation, its agents, and who dies next."""
 
-    def __init__(self, home: Path, stores: Sequence[str], seed: int) -> None:
+    def __init__(self, home: Path, stores: Sequence[str], seed: int, mode: str) -> None:
         from bench.scene import Resident, Scene
 
         keys = dict(zip((SOURCE, TARGET), stores, strict=True))
-        self.home, self.dice = home, random.Random(seed)
+        self.home, self.dice, self.mode = home, random.Random(seed), mode
         self.scene = Scene(
             home=home,
             stores={
@@ -222,6 +265,8 @@ class Soak:
         self.killed: Counter[str] = Counter()
         self.again = 0
         self.filled = 0
+        # In split mode: how many sessions were born on the target before the abort.
+        self.born: int | None = None
         self._died: dict[str, float] = {}
         self._next: dict[tuple[str, ...], float] = {}
         self._read: dict[Path, int] = {}
@@ -236,25 +281,61 @@ class Soak:
         self.supervisor.stop()
 
     def run(self, turns: int) -> list[TenantMigration]:
-        """Talk so many turns, through all three legs; return both moves."""
-        from durable.clock import database_now
-        from migrations_app import services
+        """Talk so many turns, through all legs; return the moves."""
+        self._people()
+        return self._split(turns) if self.mode == "split" else self._fence(turns)
+
+    def _fence(self, turns: int) -> list[TenantMigration]:
         from migrations_app.domain.phases import Phase
 
-        self._people()
         self._talk(turns * MOVE_AT)
-        first = self._leg(lambda: self._move(soak_seconds=86_400.0), Phase.SOAK)
-        self._talk(turns * BACK_AT, first)
-
-        def back() -> TenantMigration:
-            services.rollback(first, by="bench", reason="the way back", now=database_now())
-            return first
-
-        self._leg(back, Phase.ROLLED_BACK)
+        first = self._there_and_back(turns * BACK_AT)
         self._talk(turns * AGAIN_AT, first)
         again = self._leg(lambda: self._move(soak_seconds=SOAK_SECONDS), Phase.DONE)
         self._talk(turns)
         return [first, again]
+
+    def _split(self, turns: int) -> list[TenantMigration]:
+        from durable.clock import database_now
+        from migrations_app import services
+        from migrations_app.domain.phases import Phase
+
+        there, back, split, abort, again = (turns * part for part in SPLIT_AT)
+        self._talk(there)
+        first = self._there_and_back(back)
+        self._talk(split, first)
+        second = self._leg(
+            lambda: self._move(soak_seconds=SOAK_SECONDS, idle_bound_seconds=86_400.0),
+            Phase.SPLIT,
+        )
+        # On a slow machine the legs before it have taken those turns already.
+        self._talk(max(abort, self._turns() - self.filled + turns * SPLIT_FOR), second)
+
+        def abandon() -> TenantMigration:
+            self.born = self.watch.born()
+            services.abort(second, by="bench", reason="not now", now=database_now())
+            return second
+
+        self._leg(abandon, Phase.ROLLED_BACK)
+        self._talk(again, second)
+        third = self._leg(lambda: self._move(soak_seconds=SOAK_SECONDS), Phase.DONE)
+        self._talk(turns)
+        return [first, second, third]
+
+    def _there_and_back(self, turns: float) -> TenantMigration:
+        """Move, stay until so many turns have been talked in all, and roll back."""
+        from durable.clock import database_now
+        from migrations_app import services
+        from migrations_app.domain.phases import Phase
+
+        move = self._leg(lambda: self._move(soak_seconds=86_400.0), Phase.SOAK)
+        self._talk(turns, move)
+
+        def back() -> TenantMigration:
+            services.rollback(move, by="bench", reason="the way back", now=database_now())
+            return move
+
+        return self._leg(back, Phase.ROLLED_BACK)
 
     def _people(self) -> None:
         """Start the installation, bring everybody in, let the agents begin to talk."""
@@ -278,8 +359,11 @@ class Soak:
         now = time.monotonic()
         self._next = {names: now + self.dice.uniform(*KILLS[names]) for names in KILLS}
 
-    def _move(self, *, soak_seconds: float) -> TenantMigration:
+    def _move(
+        self, *, soak_seconds: float, idle_bound_seconds: float = IDLE_BOUND_SECONDS
+    ) -> TenantMigration:
         from bench.scene import start_move
+        from migrations_app.domain.phases import Mode
 
         return start_move(
             TENANT,
@@ -289,10 +373,14 @@ class Soak:
             reason="thousands of turns",
             soak_seconds=soak_seconds,
             pace_per_second=PACE_PER_SECOND,
+            mode=Mode(self.mode),
+            idle_seconds=IDLE_SECONDS,
+            idle_bound_seconds=idle_bound_seconds,
         )
 
     def _leg(self, begin: Callable[[], TenantMigration], goal: Phase) -> TenantMigration:
         """Begin a leg, and begin it anew where its budget ended it; return its move at the goal."""
+        from migrations_app import queries
         from migrations_app.domain.phases import ENDED, Phase
 
         for attempt in range(ATTEMPTS):
@@ -302,6 +390,8 @@ class Soak:
             def over(move: TenantMigration = move) -> bool:
                 # A rollback that was stopped is in SOAK again, and its request is answered.
                 stopped = move.phase == Phase.SOAK and move.rollback_requested_at is None
+                if goal == Phase.SPLIT:
+                    return move.phase in ENDED or queries.split_live(move)
                 return move.phase in (goal, *ENDED) or (goal == Phase.ROLLED_BACK and stopped)
 
             self._until(over, move)
@@ -355,15 +445,16 @@ class Soak:
         return self._counted
 
 
-def _fences(move: TenantMigration) -> list[float]:
-    """Return for how many seconds each of its fences was closed, the way back last."""
-    times = [
-        *((fence["fence_closed_at"], fence["fence_opened_at"]) for fence in move.past_fences),
-        (str(move.fence_closed_at), str(move.fence_opened_at)),
-    ]
+def _fences(move: TenantMigration) -> list[tuple[str, float]]:
+    """Return of each of its fences what it was, and for how many seconds it was closed."""
+    last = move.came_from != "", str(move.fence_closed_at), str(move.fence_opened_at)
+    past = [(f["back"], f["fence_closed_at"], f["fence_opened_at"]) for f in move.past_fences]
     return [
-        (datetime.fromisoformat(opened) - datetime.fromisoformat(closed)).total_seconds()
-        for closed, opened in times
+        (
+            "fence back" if back else "fence",
+            (datetime.fromisoformat(opened) - datetime.fromisoformat(closed)).total_seconds(),
+        )
+        for back, closed, opened in [*past, last]
     ]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from bench.audit_events import Home, Verdict, audit
+from bench.audit_events import Home, Lived, Verdict, audit
 from bench.journal import Journal, Line
 
 
@@ -20,6 +21,7 @@ class World:
             "CREATE TABLE events"
             " (app_name, user_id, session_id, id, invocation_id, event_data, timestamp)"
         )
+        self.database.execute("CREATE TABLE user_states (app_name, user_id, state)")
         self.path = folder / "client.jsonl"
         self.journal = Journal(self.path)
         self.home = Home("support.acme", f"sqlite+aiosqlite:///{folder / 'store.db'}")
@@ -102,9 +104,79 @@ def test_a_store_may_answer_again_where_the_tenant_came_back(
         world.store(f"e{3 + number}", "agent")
         world.tell("event", at=2.0 + number, id=f"e{3 + number}", store=store)
     world.tell("turn", at=9.0, count=4)
-    verdict = world.audit(lived={"acme": lived})
+    verdict = world.audit(lived={"acme": list(map(Lived, lived))})
     assert verdict.clean is clean, verdict.examples
     assert verdict.returned == (not clean)
+
+
+@pytest.mark.parametrize(
+    ("answered", "clean"), [("ba", True), ("a", True), ("bab", True), ("aba", False)]
+)
+def test_in_a_split_only_sessions_that_began_there_live_on_the_target(
+    world: World, answered: str, clean: bool
+) -> None:
+    """It was aborted, and the tenant moved there later."""
+    world.path.write_text("")
+    for number, store in enumerate(answered):
+        world.tell("event", at=1.0 + number, id=f"e{number % 2 + 1}", store=store)
+    places = [Lived("b", births=True), Lived("a"), Lived("a"), Lived("b")]
+    verdict = world.audit(lived={"acme": [Lived("a"), *places]})
+    assert verdict.returned == (not clean)
+
+
+# --- last words -----------------------------------------------------------------------------------
+
+
+def say(world: World, name: str, *, at: float, told: float | None, session: str = "s") -> None:
+    """Let an event set its user's last word to its own name, and a client be told of it, or not."""
+    actions = {"state_delta": {"user:last": name}}
+    data = {"author": "agent", "timestamp": at, "actions": actions}
+    world.database.execute(
+        "INSERT INTO events VALUES ('support.acme', 'u', ?, ?, 'i1', ?, ?)",
+        (session, name, json.dumps(data), name),
+    )
+    if told is not None:
+        world.tell("event", at=told, id=name, word=name, made=at, store="a", session=session)
+
+
+def stands(world: World, word: str) -> bool:
+    world.database.execute(
+        "INSERT INTO user_states VALUES ('support.acme', 'u', json_object('last', ?))", (word,)
+    )
+    verdict = world.audit()
+    assert verdict.spoken == 1
+    return not verdict.outspoken
+
+
+@pytest.mark.parametrize(("word", "there"), [("e7", True), ("e6", False), ("e5", False)])
+def test_the_last_word_that_was_acknowledged_has_to_stand(
+    world: World, word: str, there: bool
+) -> None:
+    say(world, "e6", at=10.0, told=11.0)
+    say(world, "e7", at=20.0, told=21.0)
+    assert stands(world, word) is there
+
+
+def test_of_two_words_under_way_at_once_either_may_stand(world: World) -> None:
+    say(world, "e6", at=10.0, told=12.0, session="s")
+    say(world, "e7", at=11.0, told=11.5, session="other")
+    assert stands(world, "e6")
+
+
+@pytest.mark.parametrize(("at", "there"), [(30.0, True), (1.0, False)])
+def test_a_word_that_nobody_was_told_of_may_stand_where_it_is_later(
+    world: World, at: float, there: bool
+) -> None:
+    say(world, "e7", at=20.0, told=21.0)
+    say(world, "e8", at=at, told=None)
+    assert stands(world, "e8") is there
+
+
+def test_what_a_deleted_session_said_last_may_be_forgotten(world: World) -> None:
+    say(world, "e6", at=10.0, told=11.0)
+    world.tell("event", at=21.0, id="e7", word="e7", made=20.0, store="a", session="gone")
+    world.tell("deleted", session="gone")
+    assert stands(world, "e6")
 
 
 def test_events_that_changed_places_are_noticed(world: World) -> None:
@@ -174,7 +246,14 @@ def test_an_audit_of_postgresql_reads_the_same(
 ) -> None:
     import psycopg
 
+    say(world, "e6", at=10.0, told=11.0)
+    say(world, "e7", at=20.0, told=21.0)
+    world.tell("turn", at=22.0, count=4)
     with psycopg.connect(store_url) as connection:
+        connection.execute("CREATE TABLE user_states (app_name text, user_id text, state jsonb)")
+        connection.execute(
+            "INSERT INTO user_states VALUES ('support.acme', 'u', '{\"last\": \"e6\"}')"
+        )
         connection.execute(
             "CREATE TABLE events (app_name text, user_id text, session_id text, id text,"
             " invocation_id text, event_data jsonb, timestamp text)"
@@ -182,7 +261,9 @@ def test_an_audit_of_postgresql_reads_the_same(
         for row in world.database.execute("SELECT * FROM events"):
             connection.execute("INSERT INTO events VALUES (%s, %s, %s, %s, %s, %s, %s)", row)
     world.home = Home("support.acme", store_url.replace("://", "+psycopg://"))
-    assert str(world.audit()) == "3 acknowledged, 3 found, 0 doubled"
+    verdict = world.audit()
+    assert str(verdict) == "5 acknowledged, 5 found, 0 doubled"
+    assert (verdict.spoken, verdict.outspoken) == (1, 1)
 
 
 def test_a_journal_goes_on_where_a_killed_process_left_a_line_unended(world: World) -> None:

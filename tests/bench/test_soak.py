@@ -7,9 +7,11 @@ from datetime import datetime
 
 import pytest
 
+from bench.audit_events import Lived
 from bench.soak import SOURCE, TARGET, Watch
 from migrations_app.domain.phases import ENDED, Phase
 from migrations_app.models import TenantMigration
+from tenants.models import PlacementChange
 from tests import make
 from tests.stores import Raw
 
@@ -100,8 +102,59 @@ def test_a_rollback_that_was_stopped_begins_a_new_look(
     assert watch.changes == []
 
 
+def test_a_fence_that_was_left_for_the_split_is_another_closing_than_the_next(
+    watch: Watch, move: TenantMigration, sides: dict[str, Raw], now: datetime
+) -> None:
+    goes_on(move, Phase.VERIFY, now)
+    goes_on(move, Phase.DELTA, now)
+    watch.look(move)
+    goes_on(move, Phase.SPLIT, now)
+    # Both sides are open, and nobody looked meanwhile.
+    sides[SOURCE].turn(APP, "u-1", "s-1", "mine")
+    goes_on(move, Phase.DELTA, now)
+    watch.look(move)
+    assert (watch.changes, list(watch.looks.values())) == ([], [1, 1])
+
+
+def test_the_source_is_open_while_the_way_back_out_of_a_split_waits_for_its_proof(
+    watch: Watch, move: TenantMigration, now: datetime
+) -> None:
+    move.came_from = Phase.SPLIT
+    goes_on(move, Phase.REVERSE_DRAIN, now)
+    watch.look(move)
+    assert not watch.looks
+
+
+def test_a_split_is_lived_in_by_whoever_began_there(
+    watch: Watch, move: TenantMigration, cast: make.Cast, now: datetime
+) -> None:
+    def says(kind: str) -> None:
+        store = cast.other_store if kind == "on" else cast.store
+        version = 1 + PlacementChange.objects.latest("id").placement_version
+        PlacementChange.objects.create(
+            tenant=cast.acme,
+            cell=cast.cell,
+            store=store,
+            placement_version=version,
+            at=now,
+            by="mover",
+            reason="",
+        )
+        if kind == "back":
+            ended = make.move(cast.bolt, cast=cast, now=now)
+            TenantMigration.objects.filter(pk=ended.pk).update(
+                back_placement_version=version, phase=Phase.ROLLED_BACK, due_at=None
+            )
+
+    for kind in ("split", "back", "split", "on", "back"):
+        says(kind)
+    home, far = Lived(SOURCE), Lived(TARGET)
+    births = Lived(TARGET, births=True)
+    assert watch.lived() == [home, births, home, home, births, home, far, home]
+
+
 def test_an_open_store_is_not_looked_at(watch: Watch, move: TenantMigration, now: datetime) -> None:
-    for phase in (Phase.BACKFILL, Phase.DRAIN, Phase.OFFBOARD):
+    for phase in (Phase.BACKFILL, Phase.SPLIT, Phase.DRAIN, Phase.OFFBOARD):
         goes_on(move, phase, now)
         watch.look(move)
     assert not watch.looks
