@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from durable import driver
 from migrations_app import rehearsing, services
 from migrations_app.domain.phases import Mode, Phase, pausable_before
 from migrations_app.models import Rehearsal, TenantMigration
@@ -15,7 +16,7 @@ from migrations_app.services import InvalidOption, NotInternal, NotNow
 from tenants import services as tenants
 from tests.faults.test_split import assert_back, live, sessions, until_both_serve
 from tests.stores import EMPTY
-from tests.world import APP, World, each_call, each_moment, undone
+from tests.world import APP, Killed, World, each_call, each_moment, undone
 
 pytestmark = [
     pytest.mark.django_db(transaction=True, serialized_rollback=True),
@@ -208,6 +209,24 @@ def test_its_figures_are_kept_once_whichever_call_kills_a_worker(files: World, m
         assert Rehearsal.objects.get().move == files.move, why
         assert files.source.content(APP) == before, why
     assert Rehearsal.objects.count() == 1
+
+
+def test_a_worker_that_dies_behind_the_figures_does_not_keep_them_twice(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    practise(files)
+    files.run(until=Phase.REVERSE_TARGET)
+    with monkeypatch.context() as patch:
+
+        def die(*args: Any, **kwargs: Any) -> None:
+            raise Killed
+
+        patch.setattr(driver, "_settle", die)
+        files.step()
+    assert files.move.phase == Phase.REVERSE_TARGET
+    assert Rehearsal.objects.count() == 1
+    assert files.run().phase == Phase.ROLLED_BACK
+    assert Rehearsal.objects.get().move == files.move
 
 
 # --- a pause before a phase --------------------------------------------------------------------
