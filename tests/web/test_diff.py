@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from django.urls import reverse
 
 from migrations_app.domain.phases import Phase
 from migrations_app.models import Mismatch, TenantMigration
-from tenants.models import AuditEntry
+from tenants.models import AuditEntry, Store
 from tests import make, scene
+from tests.shelves import Shelf
 from tests.stores import Raw
 from tests.web.conftest import APP, People
 
@@ -100,3 +103,42 @@ def test_a_mismatch_of_another_move_is_not_found(
     other: TenantMigration = scene.move(here, Phase.BACKFILL, now=at, tenant=here.bolt)
     answer = people.operator.get(reverse("mismatch", args=[other.pk, row.pk]))
     assert answer.status_code == 404
+
+
+def test_an_artifact_is_laid_beside_its_copy_version_by_version_without_its_bytes(
+    row: Mismatch,
+    sides: tuple[Raw, Raw],
+    people: People,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for key, side, words in (("a", "source", "a secret"), ("b", "target", "another secret")):
+        shelf = Shelf("file", side, tmp_path)
+        shelf.save("u-0", "s-0", "report.txt", words)
+        shelf.save("u-0", "s-0", "report.txt", "the same")
+        monkeypatch.setenv(f"ARTIFACTS_{key.upper()}", shelf.address)
+        Store.objects.filter(key=f"store-eu1-{key}").update(
+            artifacts_from=f"env:ARTIFACTS_{key.upper()}"
+        )
+    row.artifact, row.part = "report.txt", "artifact"
+    row.save()
+    html = people.operator.get(address(row)).content.decode()
+    assert "Artifact report.txt" in html
+    assert 'data-side="target"' in html
+    assert "&quot;size&quot;: 14" in html
+    file = people.operator.get(reverse("versions", args=[row.move_id, row.pk]))
+    [found] = json.loads(b"".join(file.streaming_content))["versions"]  # type: ignore[attr-defined]
+    assert found["artifact"] == "report.txt"
+    assert sorted(found["source"]) == sorted(found["target"]) == ["0", "1"]
+    assert found["source"]["0"]["digest"] != found["target"]["0"]["digest"]
+    assert found["source"]["1"] == found["target"]["1"]
+    assert "secret" not in html + json.dumps(found)
+
+
+def test_an_artifact_service_that_is_not_there_is_said(
+    row: Mismatch, sides: tuple[Raw, Raw], people: People
+) -> None:
+    row.artifact, row.part = "report.txt", "artifact"
+    row.save()
+    html = people.operator.get(address(row)).content.decode()
+    assert "Not read" in html

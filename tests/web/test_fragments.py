@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 from django.urls import reverse
 
-from migrations_app.domain.phases import Phase
+from migrations_app.domain.phases import Mode, Phase
 from migrations_app.models import TenantMigration
 from tests import make, scene
 from tests.web.conftest import HTMX, People, polled
@@ -47,7 +47,8 @@ def test_a_fragment_is_a_piece_of_the_page(name: str, moving: Moving, people: Pe
 def test_a_fragment_that_has_nothing_new_answers_204(
     name: str, moving: Moving, people: People
 ) -> None:
-    move = moving(Phase.VERIFY)
+    # Only a split has a panel of who serves what.
+    move = moving(Phase.VERIFY, mode=Mode.SPLIT)
     page = people.viewer.get(address("move", move)).content.decode()
     answer = people.viewer.get(polled(page, address(name, move)), headers=HTMX)
     assert answer.status_code == 204
@@ -65,7 +66,7 @@ def test_a_panel_without_news_is_drawn_once_more_when_the_move_ends(
     moving: Moving, people: People
 ) -> None:
     """Else it would go on answering 204, and be polled for ever."""
-    move = moving(Phase.OFFBOARD)
+    move = moving(Phase.OFFBOARD, mode=Mode.SPLIT)
     page = people.viewer.get(address("move", move)).content.decode()
     TenantMigration.objects.update(phase=Phase.DONE, due_at=None, ended_at=move.started_at)
     for name in STILL:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from platform_admin.api import tokens
 from tenants import services
 from tenants.domain.roles import Role, TokenRole
 from tests import make
+from tests.stores import Raw
 
 
 @dataclass
@@ -125,3 +127,13 @@ def signed_in(db: None) -> Caller:
     client = Client(enforce_csrf_checks=True)
     client.force_login(person("olga", Role.OPERATOR))
     return Caller(client)
+
+
+@pytest.fixture
+def stores(cast: make.Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files, the first with sessions of acme."""
+    monkeypatch.setenv("STORE_EU1_A", f"sqlite:///{tmp_path}/one.db")
+    monkeypatch.setenv("STORE_EU1_B", f"sqlite:///{tmp_path}/two.db")
+    source = Raw(f"sqlite:///{tmp_path}/one.db")
+    source.make_tables("env:STORE_EU1_A", "support.acme")
+    source.seed("support.acme", sessions=2, users=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from durable.clock import database_now
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from tests import make, scene
-from tests.stores import Raw
 
 pytestmark = pytest.mark.django_db
 ASKED = {
@@ -23,15 +21,6 @@ ASKED = {
     "idle_seconds": 60,
     "idle_bound_seconds": 900,
 }
-
-
-@pytest.fixture
-def stores(cast: make.Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STORE_EU1_A", f"sqlite:///{tmp_path}/one.db")
-    monkeypatch.setenv("STORE_EU1_B", f"sqlite:///{tmp_path}/two.db")
-    source = Raw(f"sqlite:///{tmp_path}/one.db")
-    source.make_tables("env:STORE_EU1_A", "support.acme")
-    source.seed("support.acme", sessions=2, users=1)
 
 
 @pytest.mark.usefixtures("stores")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from durable.clock import database_now
 from migrations_app.models import TenantMigration
 from tests import make
-from tests.stores import Raw
 
 pytestmark = pytest.mark.django_db
 ASKED = {
@@ -20,16 +18,6 @@ ASKED = {
     "target_store": "store-eu1-b",
     "reason": "more room",
 }
-
-
-@pytest.fixture
-def stores(cast: make.Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files, the first with sessions of acme."""
-    monkeypatch.setenv("STORE_EU1_A", f"sqlite:///{tmp_path}/one.db")
-    monkeypatch.setenv("STORE_EU1_B", f"sqlite:///{tmp_path}/two.db")
-    source = Raw(f"sqlite:///{tmp_path}/one.db")
-    source.make_tables("env:STORE_EU1_A", "support.acme")
-    source.seed("support.acme", sessions=2, users=1)
 
 
 @pytest.mark.usefixtures("stores")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,21 +9,10 @@ import pytest
 from migrations_app.domain.phases import Phase
 from migrations_app.models import Rehearsal, TenantMigration
 from tests import make
-from tests.stores import Raw
 
 pytestmark = pytest.mark.django_db
 COPY = {"target_store": "store-eu1-b", "reason": "before the real one"}
 MOVE = {**COPY, "target_cell": "cell-eu1-b", "mode": "split"}
-
-
-@pytest.fixture
-def stores(cast: make.Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files, the first with sessions of acme."""
-    monkeypatch.setenv("STORE_EU1_A", f"sqlite:///{tmp_path}/one.db")
-    monkeypatch.setenv("STORE_EU1_B", f"sqlite:///{tmp_path}/two.db")
-    source = Raw(f"sqlite:///{tmp_path}/one.db")
-    source.make_tables("env:STORE_EU1_A", "support.acme")
-    source.seed("support.acme", sessions=2, users=1)
 
 
 @pytest.mark.usefixtures("stores")
