@@ -245,6 +245,18 @@ def test_what_is_no_channel_is_refused_in_words_and_kept_in_the_form(
     assert not SideChannel.objects.exists()
 
 
+def test_only_an_admin_registers_edits_and_removes(here: make.Cast, people: People) -> None:
+    people.admin.post("/channels/new/", FORM | {"tenant": "acme"})
+    page = f"/channels/{SideChannel.objects.get().pk}/"
+    for url in ("/channels/new/", page, f"{page}remove/"):
+        answer = people.operator.post(url, FORM | {"tenant": "acme", "name": "other"})
+        assert answer.status_code == 403
+    assert SideChannel.objects.get().name == "vectors"
+    html = people.operator.get("/channels/?tenant=acme").content.decode()
+    assert "Register a channel" not in html
+    assert page not in html
+
+
 def test_a_name_that_is_taken_is_refused(here: make.Cast, people: People) -> None:
     people.admin.post("/channels/new/", FORM | {"tenant": "acme"})
     answer = people.admin.post("/channels/new/", FORM | {"tenant": "acme"})

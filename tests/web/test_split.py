@@ -175,7 +175,8 @@ def test_an_abort_says_what_it_carries_back_and_for_how_long(
 ) -> None:
     text = dialog(people, "abort", splitting())
     assert "37 sessions born on store-eu1-b since the split are carried back to store-eu1-a" in text
-    assert re.search(r"Estimated fence [\d.m ]+s, at worst", text)
+    # 37 sessions at 40 a second.
+    assert re.search(r"Estimated fence [\d.m ]+s, at worst .* delta 0\.9s", text)
     assert "Abort, carry births back" in text
 
 
@@ -202,6 +203,7 @@ def test_an_abort_is_asked_for_and_taken_back(splitting: Split, people: People) 
 def test_an_abort_inside_the_fence_opens_it_first(splitting: Split, people: People) -> None:
     text = dialog(people, "abort", splitting(Phase.DELTA))
     assert "The fence on store-eu1-a opens first" in text
+    assert "delta 0.9s" in text
 
 
 def test_a_way_back_is_stopped_into_the_split(splitting: Split, people: People) -> None:
@@ -229,3 +231,33 @@ def test_a_split_that_waits_for_its_beginning_says_so(
     text = dialog(people, "close_fence", move)
     assert "new sessions begin on store-eu1-b?" in text
     assert "Start split" in text
+
+
+def test_a_fence_that_was_left_and_closed_again_is_the_sources_both_times(
+    splitting: Split, people: People, at: datetime
+) -> None:
+    left = {
+        "back": False,
+        "fence_closed_at": (at - timedelta(hours=1)).isoformat(),
+        "fence_opened_at": (at - timedelta(minutes=58)).isoformat(),
+        "quote": {"expected": 30.0},
+    }
+    move = splitting(Phase.DRAIN, past_fences=[left])
+    text = fragment(people, move, "fence")
+    assert "Fence on store-eu1-a" in text
+    assert "Closed on store-eu1-a" in text
+    assert "store-eu1-b" not in text
+    assert "Instances of cell-eu1-a" in fragment(people, move, "instances")
+    assert "DRAIN" in fragment(people, move, "phases")
+
+
+def test_why_a_fence_was_left_is_said_in_the_split(
+    splitting: Split, people: People, at: datetime
+) -> None:
+    move = splitting(past_fences=[{"back": False, "quote": {}}])
+    note = "Not drained after 60s: 2 turns in flight, waiting for eu1-a-1"
+    move.events.create(at=at, who="mover", was=Phase.DRAIN, now=Phase.SPLIT, note=note)
+    text = fragment(people, move, "progress")
+    assert f"Fence left {note}. Both sides serve acme as before." in text
+    html = people.viewer.get("/").content.decode()
+    assert "left its fence by itself and serves on both sides" in html

@@ -84,6 +84,7 @@ def test_what_a_live_move_goes_by_can_not_be_changed(
 def test_only_an_admin_is_offered_the_form(here: make.Cast, people: People) -> None:
     assert "Save services" in people.admin.get(URL).content.decode()
     assert "Save services" not in people.operator.get(URL).content.decode()
+    assert people.operator.post(f"{URL}services/", GIVEN).status_code == 403
 
 
 def test_an_unknown_store_is_not_found(here: make.Cast, people: People) -> None:
