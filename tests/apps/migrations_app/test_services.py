@@ -17,7 +17,7 @@ from migrations_app import ports, services
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from tenants import services as tenants
-from tenants.models import AuditEntry, Cell, RuntimeInstance
+from tenants.models import AuditEntry, Cell, PolicyEntry, RuntimeInstance
 from tests import make, scene
 from tests.stores import EMPTY, Raw
 from tests.world import APP, World
@@ -381,11 +381,39 @@ def test_leftovers_are_not_left_while_it_is_the_source_that_is_away(
 # --- what a move waits for ------------------------------------------------------------------
 
 
+def _listening(world: World) -> RuntimeInstance:
+    """Put an instance into the target's cell that has heard of everything."""
+    [row] = scene.instances(
+        world.cast.other_cell, ["eu1-b-1"], now=world.clock(), stores=["store-eu1-b"]
+    )
+    scene.said(row, at=world.clock(), version=1_000)
+    return row
+
+
+def test_preparation_waits_until_each_instance_of_the_target_knows_the_tenant(
+    files: World,
+) -> None:
+    """It then has the tenant's scope, its store and its runner before the first turn arrives."""
+    [row] = scene.instances(
+        files.cast.other_cell, ["eu1-b-1"], now=files.clock(), stores=["store-eu1-b"]
+    )
+    files.start()
+    for _ in range(5):
+        files.step()
+    assert files.move.phase == Phase.PREPARE
+    assert files.move.waiting_for == "instances to learn of acme: eu1-b-1"
+    entry = PolicyEntry.objects.get(cell=files.cast.other_cell, tenant=files.cast.acme)
+    assert (entry.accepts, entry.version) == ("none", files.move.announced_version)
+    assert entry.document["scope"]["version"] == 1
+    scene.said(row, at=files.clock(), version=entry.version)
+    files.run(until=Phase.BACKFILL)
+
+
 def test_a_fence_does_not_begin_while_an_instance_is_silent(files: World) -> None:
     [silent] = scene.instances(
         files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"]
     )
-    scene.instances(files.cast.other_cell, ["eu1-b-1"], now=files.clock(), stores=["store-eu1-b"])
+    _listening(files)
     files.start()
     files.run(until=Phase.BACKFILL)
     for _ in range(30):
@@ -419,11 +447,8 @@ def test_an_instance_that_never_acknowledges_aborts_the_move_by_itself(
     monkeypatch.setattr(
         "migrations_app.steps.passes.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
     )
-    for cell, name, key in (
-        (files.cast.cell, "eu1-a-1", "store-eu1-a"),
-        (files.cast.other_cell, "eu1-b-1", "store-eu1-b"),
-    ):
-        scene.instances(cell, [name], now=files.clock(), stores=[key])
+    scene.instances(files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"])
+    _listening(files)
     before = files.source.content(APP)
     files.start()
     files.run(until=Phase.DRAIN)
@@ -444,7 +469,7 @@ def test_a_turn_that_outlasts_the_drain_bound_aborts_the_move(
         "migrations_app.steps.passes.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
     )
     [row] = scene.instances(files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"])
-    scene.instances(files.cast.other_cell, ["eu1-b-1"], now=files.clock(), stores=["store-eu1-b"])
+    _listening(files)
     files.start()
     files.run(until=Phase.DRAIN)
     files.step()
