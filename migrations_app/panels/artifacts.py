@@ -17,6 +17,7 @@ from tenants.domain.words import Status, counted, rate
 PAGE_ROWS = 20
 WHOLE = ~Q(source_digest="") & ~Q(target_digest="")
 TABLES = ("users", "numbers", "references")
+NUMBER = ("user_id", "session_id", "name", "source_version", "target_version")
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,10 @@ class Table:
     """One page of rows, and where the pages beside it are."""
 
     rows: tuple[Any, ...]
+    total: int
     page: Page[Any] = field(repr=False)
     previous: str = ""
     next: str = ""
-
-    @property
-    def total(self) -> int:
-        return self.page.paginator.count
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,9 @@ def artifacts(seen: Seen, pages: Pages) -> ArtifactsPanel:
         open=broken,
         pages=pages,
         users=_users(move, pages),
-        numbers=_table(changed_numbers(move), pages, "numbers"),
-        references=_table(move.artifact_references.all(), pages, "references"),
+        # As plain values: a panel is drawn anew when what it shows has changed.
+        numbers=_table(changed_numbers(move).values(*NUMBER), pages, "numbers"),
+        references=_table(references(move).values("place", *NUMBER), pages, "references"),
     )
 
 
@@ -221,4 +220,4 @@ def _table(rows: Any, pages: Pages, name: str) -> Table:
     page = Paginator(rows, PAGE_ROWS).get_page(getattr(pages, name))
     steps = (page.number - 1, page.number + 1)
     before, after = (replace(pages, **{name: number}).query for number in steps)
-    return Table(tuple(page.object_list), page, before, after)
+    return Table(tuple(page.object_list), page.paginator.count, page, before, after)

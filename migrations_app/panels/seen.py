@@ -197,7 +197,7 @@ class Seen:
 
     @property
     def every_chart(self) -> int | None:
-        """Seconds between two looks at the chart's table."""
+        """Seconds between two looks at what takes long to count: the chart's table, artifacts."""
         return None if self.ended else 5
 
     def soak_over(self, now: datetime) -> bool:

@@ -57,7 +57,7 @@ def test_tables_of_artifacts_keep_their_page_through_polls(
     move.refresh_from_db()
     move.artifacts = 46
     move.save()
-    expect(page.locator("#move-artifacts")).to_contain_text("45 of 46")
+    expect(page.locator("#move-artifacts")).to_contain_text("45 of 46", timeout=15_000)
     expect(pager).to_contain_text("Page 2 of 3")
     expect(page.locator("#artifact-numbers")).to_have_attribute("open", "")
 
