@@ -62,8 +62,11 @@ class FileStore(ServiceStore):
 
     def listing(self, user_id: str) -> Listing:
         """Return every folder of the user that holds versions."""
-        home = self._root / user_id
         found: Listing = {}
+        if not _is_folder(user_id):
+            # Asked for who is known elsewhere: read here it would be another tenant's folder.
+            return found
+        home = self._root / user_id
         scopes = [("", home / "artifacts")]
         sessions = sorted(_ids(home / "sessions", ("artifacts",)))
         scopes += [(session, home / "sessions" / session / "artifacts") for session in sessions]
@@ -235,6 +238,19 @@ def _ids(root: Path, marks: tuple[str, ...]) -> Iterator[str]:
         for child in inner:
             if not above or child not in ("artifacts", "sessions"):
                 waiting.append((folder / child, f"{above}/{child}" if above else child))
+
+
+def _is_folder(user_id: str) -> bool:
+    """Whether an id can be a user's folder, so that `_ids` could yield it.
+
+    Whoever writes sessions chooses ids, and such as "../other" or "bob/sessions/s" are paths.
+    """
+    parts = user_id.split("/")
+    return (
+        "\0" not in user_id
+        and not any(part in ("", ".", "..") for part in parts)
+        and not any(part in ("artifacts", "sessions") for part in parts[1:])
+    )
 
 
 def _artifacts(root: Path) -> Iterator[Path]:

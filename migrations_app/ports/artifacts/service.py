@@ -27,8 +27,9 @@ from migrations_app.ports.base import CannotHold
 if TYPE_CHECKING:
     from google.adk.artifacts import BaseArtifactService
 
-# The longest that one call of a service may take: below what is left of a worker's time.
-CALL_SECONDS = 20.0
+# The longest that one call of a service may take: below the worker's hard time limit (20 s), so
+# that it is told what did not answer.
+CALL_SECONDS = 15.0
 # How the user is called for whom two places are told from one; random letters follow.
 NOBODY = "switchyard-nonce-"
 T = TypeVar("T")

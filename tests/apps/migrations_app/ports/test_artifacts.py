@@ -128,6 +128,19 @@ def test_a_digest_tells_a_text_from_the_same_bytes() -> None:
 
 
 @of_files
+def test_an_id_that_is_a_path_leads_into_nobodys_folder(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf.save("u", "s", "user:own", "x")
+    shelf.save("u", "s", "doc", "x")
+    home = shelf.root / "apps" / APP / "users" / "u"
+    with opened(shelf, monkeypatch) as found:
+        assert len(found.listing("u")) == 2
+        for path in (f"../../{APP}/users/u", str(home), "./u", "u/", "u/sessions/s", "u\0"):
+            assert found.listing(path) == {}, path
+
+
+@of_files
 def test_the_stamp_of_a_file_shows_an_edit_that_gives_its_old_time_back(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
