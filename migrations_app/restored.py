@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Literal
 
 from django.db import connection, transaction
 from django.db.models import F, Max, QuerySet
 
 from durable.errors import Refused
-from migrations_app import ports
-from migrations_app.domain.phases import ENDED, Phase
-from migrations_app.domain.restored import GuardRow, LiveMove, Says, Verdict, judge, told
+from migrations_app import artifacts, channels, ports, queries
+from migrations_app.domain.phases import ENDED, Mode, Phase
+from migrations_app.domain.restored import GuardRow, LiveMove, Says, Split, Verdict, judge, told
 from migrations_app.models import RestoreFinding, TenantMigration
 from migrations_app.ports.base import Guard, SessionStore, StoreRefused
 from tenants import queries as tenants_queries
@@ -183,7 +184,11 @@ def settle(
 
     A live move of an older truth ends as it is. Stores are asked again first, and touched only
     where another than `home` is open to agents, or none is: then the others close and `home`
-    opens. `cell` is needed where nothing here tells who served the tenant there. Raises
+    opens. `cell` is needed where nothing here tells who served the tenant there.
+
+    Where sessions live on both sides of a split, none may be given up: its move goes on from the
+    split once machines start, and brings to `home` what the other side has. `cell` is then the
+    target's, if that was lost. Raises
     ReasonMissing, MachinesRun, StillAtWork, AlreadySettled, NotAHome, StoreSilent, CellUnknown,
     and what opening a store raises.
     """
@@ -206,6 +211,18 @@ def settle(
         raise NotAHome(
             f"{tenant} can't be said to live on {home}: {told(rows, stores.silent)}."
             f" {_choices(verdict, stores)}"
+        )
+    if verdict.split is not None:
+        return _join(
+            finding,
+            verdict.split,
+            verdict,
+            rows,
+            home=home,
+            cell=cell,
+            by=by,
+            reason=reason,
+            now=now,
         )
     chosen = _cell_at(home, tenant, says, cell)
     # Whoever agents may write at besides the home. No guard row: that was never closed.
@@ -347,7 +364,9 @@ def _everybody(
     ended: dict[int, set[int]] = defaultdict(set)
     for pk, owner in owners.items():
         ended[owner].add(pk)
-    found = Tenant.objects.select_related("placement__cell", "placement__store")
+    found = Tenant.objects.select_related(
+        "placement__cell", "placement__store", "placement__split_cell", "placement__split_store"
+    )
     found = found.exclude(placement=None).order_by("slug")
     for one in found.filter(pk=tenant.pk) if tenant is not None else found:
         move = live.get(one.pk)
@@ -357,6 +376,7 @@ def _everybody(
             one,
             Says(
                 store=one.placement.store.key,
+                far=None if (far := one.placement.split_store) is None else far.key,
                 move=None if move is None else _live(move),
                 ended=own - {move.pk} if move is not None else own,
                 others={number for number in named if owners.get(number, one.pk) != one.pk},
@@ -372,6 +392,8 @@ def _live(move: TenantMigration) -> LiveMove:
         guarded=move.guarded,
         source=move.source_store.key,
         target=move.target_store.key,
+        splits=move.mode == Mode.SPLIT,
+        split=queries.split_live(move),
     )
 
 
@@ -386,12 +408,13 @@ def _line(
     sides = {says.store} | ({says.move.source, says.move.target} if says.move else set())
     # Where no store is open, the open one may be among those that are silent.
     unheard = silent if not verdict.homes else set(silent) & sides
+    far = f" and {says.far}" if says.far is not None else ""
     words = "; ".join(verdict.differs)
     if verdict.same:
         lost = ", ".join(f"mv-{move}" for move in verdict.lost)
         words = f"the same; {lost} was lost and is kept as ended"
     return Line(
-        tenant.slug, f"{tenant.placement.cell}, {says.store}{live}", told(rows, unheard), words
+        tenant.slug, f"{tenant.placement.cell}, {says.store}{far}{live}", told(rows, unheard), words
     )
 
 
@@ -421,15 +444,15 @@ def _refuse(tenant: Tenant, line: Line, verdict: Verdict, *, by: str, now: datet
                 "opens": verdict.opens,
             },
         )
-        if _accepts(tenant) == Accepts.ALL:
-            tenants.publish(tenant, tenant.placement.cell, accepts="none")
+        for cell, accepts in _accepting(tenant).items():
+            tenants.publish(tenant, cell, accepts="none")
             tenants.audit(
                 who=by,
                 verb="restored.refuse",
                 subject=f"tenant {tenant}",
                 reason=line.verdict,
-                before={"accepts": "all"},
-                after={"accepts": "none"},
+                before={"cell": cell.slug, "accepts": accepts},
+                after={"cell": cell.slug, "accepts": "none"},
                 now=now,
             )
 
@@ -440,26 +463,161 @@ def _let_in(tenant: Tenant, *, by: str, now: datetime) -> None:
         findings = RestoreFinding.objects.select_for_update().filter(tenant=tenant)
         for finding in findings.filter(resolved_at=None):
             _resolve(finding, "The same by now", by=by, reason="", now=now)
-        # A fence that a live move has closed is the move's to open.
-        fenced = tenant.moves.exclude(phase__in=ENDED).filter(
-            fence_closed_at__isnull=False, fence_opened_at=None
+        open_ones = _accepting(tenant)
+        for cell, accepts in _taking(tenant).items():
+            if cell in open_ones:
+                continue
+            tenants.publish(tenant, cell, accepts=accepts)
+            tenants.audit(
+                who=by,
+                verb="restored.let_in",
+                subject=f"tenant {tenant}",
+                before={"cell": cell.slug, "accepts": "none"},
+                after={"cell": cell.slug, "accepts": accepts},
+                now=now,
+            )
+
+
+def _accepting(tenant: Tenant) -> dict[Cell, str]:
+    """Return the cells that take turns of the tenant, and which."""
+    entries = PolicyEntry.objects.filter(tenant=tenant).select_related("cell").order_by("cell")
+    closed = (Accepts.NONE, Accepts.MOVED)
+    return {entry.cell: entry.accepts for entry in entries.exclude(accepts__in=closed)}
+
+
+def _taking(tenant: Tenant) -> dict[Cell, Literal["all", "existing", "new"]]:
+    """Return the cells that are to take turns of the tenant, and which, by what is known here."""
+    placement = tenant.placement
+    live = tenant.moves.exclude(phase__in=ENDED).first()
+    # A fence that a live move has closed is the move's to open.
+    fenced = live is not None and live.fence_closed_at is not None and live.fence_opened_at is None
+    if placement.split_cell is not None:
+        back = live is not None and live.came_from == Phase.SPLIT
+        sides: dict[Cell, Literal["all", "existing", "new"]] = {}
+        if not fenced or back:
+            sides[placement.cell] = "existing"
+        if not fenced or not back:
+            sides[placement.split_cell] = "new"
+        return sides
+    if fenced:
+        return {}
+    narrowed = live is not None and live.phase == Phase.SPLIT and live.split_version is not None
+    return {placement.cell: "existing" if narrowed else "all"}
+
+
+def _join(
+    finding: RestoreFinding,
+    split: Split,
+    verdict: Verdict,
+    rows: Mapping[str, GuardRow],
+    *,
+    home: Store,
+    cell: Cell | None,
+    by: str,
+    reason: str,
+    now: datetime,
+) -> int:
+    """Let the move of a split go on from there, so that `home` gets all of the tenant.
+
+    Whatever it had done is done again: no store is touched here, and both sides stay refused until
+    it has opened them. What was copied after the backup is not on its list, and copied anew.
+    """
+    tenant = finding.tenant
+    placement = Placement.objects.select_related("cell", "store").get(tenant=tenant)
+    target = Store.objects.get(key=split.target)
+    known = tenant.moves.filter(pk=split.move).first()
+    far = known.target_cell if known is not None else placement.split_cell or cell
+    if far is None or far == placement.cell:
+        raise CellUnknown(
+            f"The move that split {tenant} was lost, and with it which cell serves its new"
+            f" sessions on {target}. Name that cell."
         )
-        if fenced.exists() or _accepts(tenant) != Accepts.NONE:
-            return
-        tenants.publish(tenant, tenant.placement.cell, accepts="all")
+    if far.region_id != target.region_id:
+        raise CellUnknown(f"{far} is not in {target.region}, where {target} is. Name another cell.")
+    move = known or TenantMigration(
+        pk=split.move,
+        tenant=tenant,
+        source_cell=placement.cell,
+        source_store=placement.store,
+        target_cell=far,
+        target_store=target,
+        started_at=now,
+        started_by=by,
+        reason="Lost with the database that was restored; its guard rows tell of a split",
+        guarded=True,
+    )
+    if known is None:
+        move.artifacts_apart = artifacts.told_apart(move)
+    with transaction.atomic():
+        locked = _lock_open(finding)
+        words = f"Settled after a restore: {reason}"
+        for other in tenant.moves.select_for_update().exclude(phase__in=ENDED):
+            if other.pk != split.move:
+                _end(other, None, None, by=by, reason=reason, now=now)
+        if placement.split_cell is None:
+            tenants.publish(tenant, placement.cell, accepts="existing")
+            tenants.split(tenant, cell=far, store=target, by=by, reason=words, now=now)
+        version = Placement.objects.get(tenant=tenant).placement_version
+        closed = {
+            side: tenants.publish(tenant, side, accepts="none") for side in (placement.cell, far)
+        }
+        was = move.phase
+        _back_to_split(move, rows, home, version, closed, by=by, reason=reason, now=now)
+        note = f"Goes on from the split after a restore: {reason}"
+        move.events.create(at=now, who=by, was=was, now=move.phase, note=note)
+        channels.list_channels(move)
+        lost = [number for number in verdict.lost if number != split.move]
+        _record_lost(tenant, rows, lost, home=placement, by=by, now=now)
+        outcome = f"{move} goes on and brings all of it to {home}"
+        _resolve(locked, outcome, by=by, reason=reason, now=now)
         tenants.audit(
             who=by,
-            verb="restored.let_in",
+            verb="restored.settle",
             subject=f"tenant {tenant}",
-            before={"accepts": "none"},
-            after={"accepts": "all"},
+            reason=reason,
+            before={"store": placement.store.key, "move": was if known is not None else None},
+            after={"store": home.key, "move": str(move), "placement_version": version},
             now=now,
         )
+    return version
 
 
-def _accepts(tenant: Tenant) -> str:
-    entry = PolicyEntry.objects.get(tenant=tenant, cell=tenant.placement.cell_id)
-    return entry.accepts
+def _back_to_split(
+    move: TenantMigration,
+    rows: Mapping[str, GuardRow],
+    home: Store,
+    version: int,
+    closed: Mapping[Cell, int],
+    *,
+    by: str,
+    reason: str,
+    now: datetime,
+) -> None:
+    """Save the move as one that comes back to its split from a fence, on both sides of which
+    nobody is served: its next step opens both stores, then both cells."""
+    claim = max(move.claim, *(row.claim for row in rows.values() if row.move == move.pk))
+    move.mode, move.phase, move.phase_since = Mode.SPLIT, Phase.SPLIT, now
+    move.due_at, move.ended_at = now, None
+    move.claim = move.settled = claim
+    move.version += 1
+    move.failures, move.failure, move.waiting_for = 0, "", ""
+    move.stage = move.cursor_user = move.cursor_session = ""
+    move.split_version, move.split_at = closed[move.source_cell], now
+    move.split_placement_version = move.split_placement_version or version
+    move.placement_version = move.back_placement_version = None
+    move.came_from = Phase.SPLIT
+    move.fence_version, move.fence_closed_at = closed[move.target_cell], now
+    move.fence_opened_at = move.deadline_at = move.drained_at = move.store_closed_at = None
+    move.pause_requested_at = move.leave_requested_at = None
+    # As a way back that somebody stops, or that is tried again: see the step.
+    stopped = home == move.target_store
+    move.abort_requested_at, move.abort_requested_by, move.abort_reason = None, "", ""
+    if stopped:
+        move.abort_requested_at, move.abort_requested_by = now, by
+        move.abort_reason = reason
+    move.rollback_requested_at = None if stopped else now
+    move.rollback_requested_by, move.rollback_reason = by, reason
+    move.save()
 
 
 def _record_lost(

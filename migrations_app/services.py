@@ -113,6 +113,11 @@ def start(
             f"{tenant} is moving already: {live} is in {live.phase.upper()}."
             " Wait for it, or abort it."
         )
+    if placement.split_cell_id is not None:
+        raise NotReadyToMove(
+            f"{tenant} is split between {placement.cell} and another cell, and its move has ended:"
+            " run `manage.py restored`, which lets the split be joined. Nothing was changed."
+        )
     if placement.store == target_store:
         raise SamePlace(
             f"{tenant} lives on {target_store} already. A move that changes only the cell is not"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from durable.driver import Clock, holding
 from migrations_app.artifacts import sides
-from migrations_app.artifacts.prepare import Prepared, prepare
+from migrations_app.artifacts.prepare import Prepared, prepare, told_apart
 from migrations_app.artifacts.references import find_references
 from migrations_app.artifacts.removal import left, remove_copied
 from migrations_app.artifacts.sides import go_along
@@ -29,6 +29,7 @@ __all__ = [
     "remove_copied",
     "repair",
     "sweep",
+    "told_apart",
 ]
 
 # Repairs that one step does at most.

@@ -23,22 +23,33 @@ class Prepared:
     cleared: bool = True
 
 
+def told_apart(move: TenantMigration) -> bool | None:
+    """Return whether two places keep both sides' artifacts; None where one side keeps none.
+
+    Writes a nonce at the target, and deletes it.
+    """
+    source, target = move.source_store, move.target_store
+    if not (source.artifacts_from and target.artifacts_from):
+        return None
+    if port.same_address(source.artifacts_from, target.artifacts_from):
+        return False
+    with sides.one(move, "source") as ours, sides.one(move, "target") as theirs:
+        return not port.same_place(theirs.port, ours.port)
+
+
 def prepare(move: TenantMigration, *, leftovers: bool, timer: Timer) -> Prepared:
     """Tell the places of both sides' artifacts apart, and make sure that the target's is empty.
 
     `leftovers` says that the target's session store stands behind the guard row of an ended move:
     what lies there is that move's copy, and is removed. Otherwise somebody's artifacts stay,
-    and the check says so. Writes a nonce at the target, and deletes it.
+    and the check says so.
     """
     source, target = move.source_store, move.target_store
-    if not (source.artifacts_from and target.artifacts_from):
-        return Prepared(None, None)
-    one = Check(ARTIFACTS, True, f"{source} and {target} keep them in one place: none is copied")
-    if port.same_address(source.artifacts_from, target.artifacts_from):
-        return Prepared(False, one)
-    with sides.one(move, "source") as ours, sides.one(move, "target") as theirs:
-        if port.same_place(theirs.port, ours.port):
-            return Prepared(False, one)
+    apart = told_apart(move)
+    if not apart:
+        one = f"{source} and {target} keep them in one place: none is copied"
+        return Prepared(apart, None if apart is None else Check(ARTIFACTS, True, one))
+    with sides.one(move, "target") as theirs:
         if not move.artifact_versions.exists() and holds_artifacts(theirs.port):
             if not leftovers:
                 detail = (

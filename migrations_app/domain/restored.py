@@ -33,6 +33,9 @@ class LiveMove:
     guarded: bool
     source: str
     target: str
+    # It moves by a split; agents of both sides serve the tenant, each its own sessions.
+    splits: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,20 @@ class Says:
     store: str
     # None: none lives.
     move: LiveMove | None
+    # The other store of a split. None: the placement is not split.
+    far: str | None = None
     # Numbers of the tenant's moves that have ended, and of moves of other tenants.
     ended: Collection[int] = ()
     others: Collection[int] = ()
+
+
+class Split(NamedTuple):
+    """The two stores on which a tenant's sessions live, and the move that split them."""
+
+    move: int
+    source: str
+    # Empty: no answer tells which one that is.
+    target: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +67,15 @@ class Verdict:
 
     # What differs, in a person's words; none: the database is right.
     differs: tuple[str, ...]
-    # Stores at which a person may say that the tenant lives.
+    # Stores at which a person may say that the tenant lives. Of a split both: the sessions of the
+    # other are brought to the one that is named.
     homes: tuple[str, ...]
     # True: the home is closed to agents, and has to be opened.
     opens: bool
     # Moves of guard rows that the database has never heard of.
     lost: tuple[int, ...]
+    # Sessions live on both sides. None: on one.
+    split: Split | None = None
 
     @property
     def same(self) -> bool:
@@ -72,6 +89,8 @@ AGENTS: Mapping[Phase, tuple[frozenset[bool], frozenset[bool]]] = {
     # A target with rows of strangers is opened to them again.
     Phase.PREPARE: (_YES, _EITHER),
     Phase.BACKFILL: (_YES, _NO),
+    # The target opens last of all.
+    Phase.SPLIT: (_YES, _EITHER),
     Phase.DRAIN: (_EITHER, _NO),
     Phase.DELTA: (_NO, _NO),
     Phase.VERIFY: (_NO, _NO),
@@ -84,6 +103,19 @@ AGENTS: Mapping[Phase, tuple[frozenset[bool], frozenset[bool]]] = {
     Phase.REVERSE_DELTA: (_NO, _NO),
     Phase.REVERSE_VERIFY: (_NO, _NO),
     Phase.REVERSE_TARGET: (_EITHER, _NO),
+}
+# The same while a split is live.
+AGENTS_OF_SPLIT: Mapping[Phase, tuple[frozenset[bool], frozenset[bool]]] = {
+    # Come back to from a fence, on either side, it opens what that had closed.
+    Phase.SPLIT: (_EITHER, _EITHER),
+    Phase.DRAIN: (_EITHER, _YES),
+    Phase.DELTA: (_NO, _YES),
+    Phase.VERIFY: (_NO, _YES),
+    Phase.TARGET: (_NO, _YES),
+    Phase.REVERSE_DRAIN: (_YES, _EITHER),
+    Phase.REVERSE_DELTA: (_YES, _NO),
+    Phase.REVERSE_VERIFY: (_YES, _NO),
+    Phase.REVERSE_TARGET: (_YES, _NO),
 }
 
 
@@ -103,11 +135,17 @@ def judge(says: Says, rows: Mapping[str, GuardRow], silent: Collection[str]) -> 
         # No guard row: nothing was ever closed there.
         open_at.add(says.store)
     sides = {says.store} | ({move.source, move.target} if move is not None else set())
+    sides |= {says.far} if says.far is not None else set()
+    together = _split(says, rows)
     differs = [f"{key} does not answer" for key in sorted(sides & set(silent))]
     if move is None:
         home = rows.get(says.store)
         if home is not None and not home.agents:
             differs.append(f"{says.store} is closed to agents by {_named(home.move, says)}")
+        if says.far is not None:
+            differs.append(
+                f"{says.store} and {says.far} serve it, and no move is here to join them"
+            )
     else:
         differs += _of_move(move, says, rows, silent)
     differs += [
@@ -119,10 +157,59 @@ def judge(says: Says, rows: Mapping[str, GuardRow], silent: Collection[str]) -> 
         for key, row in sorted(rows.items())
         if row.move in says.others
     ]
-    homes = tuple(sorted(open_at)) or _closed_home(rows, silent)
     known = {*says.ended, *says.others, *own}
     lost = tuple(sorted({row.move for row in rows.values()} - known))
-    return Verdict(tuple(differs), homes, opens=not open_at and bool(homes), lost=lost)
+    if together is None and _unheard(says, rows, silent):
+        differs.append("a store that does not answer may have sessions of a split")
+        return Verdict(tuple(differs), (), opens=False, lost=lost)
+    if together is None:
+        homes = tuple(sorted(open_at)) or _closed_home(rows, silent)
+        return Verdict(tuple(differs), homes, opens=not open_at and bool(homes), lost=lost)
+    if together.move not in own:
+        differs.append(
+            f"sessions live on {together.source} and on {together.target or 'another store'} by"
+            f" {_named(together.move, says)}: name the one that shall have all"
+        )
+    # Of one alone nobody may say that the tenant lives there: the other's sessions would be left.
+    both = {together.source, together.target}
+    ours = says.store == together.source and together.move not in says.others
+    able = ours and together.target != "" and open_at <= both and not both & {*silent}
+    homes = (together.source, together.target) if able else ()
+    return Verdict(tuple(differs), homes, opens=False, lost=lost, split=together)
+
+
+def _split(says: Says, rows: Mapping[str, GuardRow]) -> Split | None:
+    """Return the split that the newest move's guard rows tell of; None: they tell of none.
+
+    Only in a split may both the move and agents write at one store: at the target until all is
+    there, on the way back at the source until all is back.
+    """
+    newest = max((row.move for row in rows.values()), default=0)
+    of_newest = {key for key, row in rows.items() if row.move == newest}
+    if not any(rows[key].mover and rows[key].agents for key in of_newest):
+        return None
+    if says.move is not None and says.move.pk == newest:
+        return Split(newest, says.move.source, says.move.target)
+    # A lost one began where the tenant lived.
+    [source, *_] = sorted(of_newest, key=lambda key: (key != says.store, key))
+    others = {*of_newest, *([] if says.far is None else [says.far])} - {source}
+    return Split(newest, source, others.pop() if len(others) == 1 else "")
+
+
+def _unheard(says: Says, rows: Mapping[str, GuardRow], silent: Collection[str]) -> bool:
+    """Return whether a silent store may be the other side of a split, whose rows would tell.
+
+    An open source looks the same whether new sessions were born elsewhere or not.
+    """
+    if not silent:
+        return False
+    newest = max((row.move for row in rows.values()), default=0)
+    if says.far is not None:
+        return not {says.store, says.far}.isdisjoint(silent)
+    if says.move is not None and says.move.pk == newest:
+        return says.move.splits and not {says.move.source, says.move.target}.isdisjoint(silent)
+    alone = sum(row.move == newest for row in rows.values()) == 1
+    return alone and newest not in says.ended and newest not in says.others
 
 
 def _of_move(
@@ -130,7 +217,8 @@ def _of_move(
 ) -> list[str]:
     """Return what a live move would not find as it left it."""
     differs = []
-    for key, allowed in zip((move.source, move.target), AGENTS[move.phase], strict=True):
+    table = AGENTS_OF_SPLIT if move.split else AGENTS
+    for key, allowed in zip((move.source, move.target), table[move.phase], strict=True):
         row = rows.get(key)
         if key in silent:
             continue

@@ -56,6 +56,11 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
                 return common.waiting(move, LATE_SHARED, seconds=0.5)
     with copying.opened(move, home) as source:
         try:
+            if copying.carries_back(move):
+                # Before the other row ceases to tell of the split: read after a restore, a closed
+                # target beside an open source would be a copy that nobody needs any more.
+                with copying.opened(move, move.source_store) as written:
+                    copying.take_written(move, written)
             source.take(mover=False, agents=False)
         except StoreBusy as busy:
             return Wait(busy.retry_after_seconds or 0.2)

@@ -15,6 +15,7 @@ from tenants import queries as tenants_queries
 from tenants import services as tenants
 from tenants.domain.words import clock as clock_words
 from tenants.domain.words import duration, limit
+from tenants.models import Store
 
 # How often a split that waits is looked at; whoever asks something of it is answered at once.
 BUSY_SECONDS = 5.0
@@ -106,6 +107,13 @@ def _take_new(move: TenantMigration, clock: Clock) -> Wait:
     )
 
 
+def _let_write(move: TenantMigration, store: Store, *, mover: bool) -> None:
+    """Open one side to agents, where this move guards it."""
+    with copying.opened(move, store) as port:
+        if common.guards(move, port, str(store)):
+            port.take(mover=mover, agents=True)
+
+
 def _until_idle(move: TenantMigration, clock: Clock) -> Outcome:
     """Copy what changes at the source, pass after pass, until nothing does or the time is up."""
     if move.stage != "ready":
@@ -156,14 +164,13 @@ def stay(move: TenantMigration, clock: Clock) -> Wait:
     time is still wanted: only a person who stops it takes that back.
     """
     came_back = move.came_from == Phase.SPLIT
-    # First the store: a runtime that is told to accept must find it open.
-    with copying.opened(move, move.source_store) as source:
-        if common.guards(move, source, str(move.source_store)):
-            source.take(mover=False, agents=True)
+    # First the store: a runtime that is told to accept must find it open. And before the target
+    # opens nobody who stalled on the way back may still write the source.
+    _let_write(move, move.source_store, mover=came_back)
     if came_back:
-        with copying.opened(move, move.target_store) as target:
-            if common.guards(move, target, str(move.target_store)):
-                target.take(mover=True, agents=True)
+        _let_write(move, move.target_store, mover=True)
+        # Only now: of both guard rows one at least has to tell of the split at any moment.
+        _let_write(move, move.source_store, mover=False)
     now = clock()
     with holding(move) as row:
         if row.fence_opened_at is None:

@@ -18,9 +18,21 @@ from migrations_app.ports.base import Guard, Unreachable
 from tenants import queries as tenants_queries
 from tenants import services as tenants
 from tenants.domain.roles import Role
-from tenants.models import AuditEntry, Cell, Store, Tenant
+from tenants.models import AuditEntry, Cell, Placement, Store, Tenant
 from tests import make, scene
-from tests.world import APP, World
+from tests.faults.test_split import (
+    assert_back,
+    assert_both_serve,
+    assert_moved,
+    born,
+    live,
+    sessions,
+    shared,
+    shares,
+    until_both_serve,
+)
+from tests.faults.test_split import start as split
+from tests.world import APP, World, each_call, undone
 
 pytestmark = pytest.mark.django_db
 
@@ -582,3 +594,243 @@ def test_nothing_is_settled_twice_or_while_machines_run(files: World, act: Act) 
         act(found, files)
     with pytest.raises(tenants.MachinesRun):
         restored.compare(by="ada", reason="r", now=files.clock())
+
+
+# --- splits -----------------------------------------------------------------------------------
+
+BACK = (Phase.REVERSE_DRAIN, Phase.REVERSE_DELTA, Phase.REVERSE_VERIFY, Phase.REVERSE_TARGET)
+LIVE = "both serve"
+
+
+def go(world: World, to: str) -> None:
+    """Let a split move come to a phase, or to where both sides serve."""
+    if to == LIVE:
+        until_both_serve(world)
+        return
+    if to in BACK and world.move.phase not in BACK:
+        until_both_serve(world)
+        services.abort(world.move, by="ada", reason="not now", now=world.clock())
+    world.run(until=Phase(to))
+
+
+def taking(world: World) -> list[tuple[str, str]]:
+    """Return the cells that take turns, and which."""
+    entries = world.cast.acme.entries.exclude(accepts__in=["none", "moved"]).order_by("cell__slug")
+    return list(entries.values_list("cell__slug", "accepts"))
+
+
+@pytest.mark.parametrize("phase", [Phase.SPLIT, LIVE, *PHASES[1:], *BACK])
+def test_a_split_whose_backup_is_as_new_as_the_stores_stops_nobody(
+    files: World, phase: str
+) -> None:
+    split(files)
+    go(files, phase)
+    before = taking(files)
+    found = compare(files)
+    assert (found.lines, found.differing) == ((), 0)
+    assert taking(files) == before
+
+
+def test_both_sides_of_a_split_are_refused_and_let_in_again(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split(files)
+    for phase, open_ones in (
+        (Phase.SPLIT, [("cell-eu1-a", "existing")]),
+        (LIVE, [("cell-eu1-a", "existing"), ("cell-eu1-b", "new")]),
+        (Phase.VERIFY, [("cell-eu1-b", "new")]),
+        (Phase.REVERSE_VERIFY, [("cell-eu1-a", "existing")]),
+    ):
+        if phase == Phase.REVERSE_VERIFY:
+            services.abort(files.move, by="ada", reason="no", now=files.clock())
+            files.run(until=Phase.SPLIT)
+            files.run(until=Phase.REVERSE_VERIFY)
+        else:
+            go(files, phase)
+        if phase == Phase.SPLIT:
+            files.step()
+        assert taking(files) == open_ones
+        monkeypatch.delenv("STORE_EU1_B")
+        assert compare(files).differing == 1
+        assert taking(files) == []
+        monkeypatch.setenv("STORE_EU1_B", files.target.url)
+        assert compare(files).differing == 0
+        assert taking(files) == open_ones
+        start_machines(files)
+
+
+ORDER = [None, Phase.BACKFILL, Phase.SPLIT, LIVE, Phase.DRAIN, Phase.VERIFY, Phase.REVERSE_DELTA]
+TRUTHS = [LIVE, Phase.DELTA, Phase.VERIFY, *BACK[:3]]
+SPLITS = [
+    (backup, truth)
+    for backup in ORDER
+    for truth in TRUTHS
+    if backup in (None, Phase.BACKFILL, Phase.SPLIT)
+    or (backup == LIVE and truth != LIVE)
+    or (backup == Phase.DRAIN and truth != LIVE)
+    or (backup == Phase.VERIFY and truth in BACK)
+    or (backup == Phase.REVERSE_DELTA and truth == Phase.REVERSE_VERIFY)
+]
+
+
+@pytest.mark.parametrize(
+    ("backup", "truth", "home"),
+    # Each truth with either home, in turn.
+    [(*one, ("source", "target")[(number + number // 6) % 2]) for number, one in enumerate(SPLITS)],
+)
+def test_a_split_that_went_on_after_the_backup_is_brought_together(
+    files: World, backup: str | None, truth: str, home: str
+) -> None:
+    cast = files.cast
+    kept = Backup()
+    split(files)
+    if backup in (Phase.BACKFILL, Phase.SPLIT):
+        go(files, backup)
+        kept = Backup()
+    until_both_serve(files)
+    content = live(files)
+    shares(files.source, "u-2", "theme", "dark", 9_000)
+    content = {**sessions(files.source), "u-1/s-born": content["u-1/s-born"]}
+    if backup in (LIVE, Phase.DRAIN, Phase.VERIFY, Phase.REVERSE_DELTA):
+        go(files, backup)
+        kept = Backup()
+    if backup not in BACK:
+        # Served after the backup was taken.
+        born(files.target, "s-later", "u-3")
+        content["u-3/s-later"] = sessions(files.target)["u-3/s-later"]
+    number = files.move.pk
+    go(files, truth)
+    kept.restore()
+
+    compare(files)
+    assert taking(files) == []
+    found = RestoreFinding.objects.get()
+    assert found.homes == ["store-eu1-a", "store-eu1-b"]
+    assert f"mv-{number}" in found.differs
+    store = cast.store if home == "source" else cast.other_store
+    if backup is None:
+        with pytest.raises(restored.CellUnknown, match="new sessions"):
+            settle(files, store)
+    settle(files, store, cast.other_cell if backup is None else None)
+    assert taking(files) == []
+    with pytest.raises(restored.AlreadySettled):
+        restored.settle(found, home=store, by="ada", reason="twice", now=files.clock())
+    start_machines(files)
+    files.step()
+    assert_both_serve(files, "machines run")
+    files.run(until=None if home == "source" else Phase.SOAK)
+    assert files.move.pk == number
+    if home == "source":
+        assert_back(files, content, "brought back")
+    else:
+        assert_moved(files, content, "brought on")
+    assert shared(files.source if home == "source" else files.target, "u-2")["theme"] == "dark"
+    browser = Client()
+    browser.force_login(scene.person("vera", Role.VIEWER))
+    assert browser.get(f"/moves/mv-{number}/").status_code == 200
+
+
+@pytest.mark.parametrize("backup", [None, Phase.BACKFILL, LIVE, Phase.VERIFY])
+@pytest.mark.parametrize("ends", [Phase.SOAK, Phase.ROLLED_BACK])
+def test_a_split_that_ended_after_the_backup_leaves_one_home(
+    files: World, backup: str | None, ends: Phase
+) -> None:
+    kept = Backup()
+    split(files)
+    if backup is not None:
+        go(files, backup)
+        kept = Backup()
+    until_both_serve(files) if backup != Phase.VERIFY else None
+    born(files.target, "s-born")
+    if ends == Phase.ROLLED_BACK:
+        services.abort(files.move, by="ada", reason="no", now=files.clock())
+    files.run(until=ends)
+    home, away = (
+        (files.cast.other_store, files.cast.store)
+        if ends == Phase.SOAK
+        else (files.cast.store, files.cast.other_store)
+    )
+    kept.restore()
+    compare(files)
+    found = RestoreFinding.objects.filter(resolved_at=None).first()
+    if found is None:
+        # Back where it was, and nobody here has heard of any of it.
+        assert (backup, ends) == (None, Phase.ROLLED_BACK)
+        assert taking(files) == [("cell-eu1-a", "all")]
+        return
+    assert found.homes == [home.key]
+    with pytest.raises(restored.NotAHome):
+        settle(files, away)
+    settle(files, home, files.cast.other_cell if home == files.cast.other_store else None)
+    assert [accepts for _, accepts in taking(files)] == ["all"]
+    assert Placement.objects.get(tenant=files.cast.acme).split_cell is None
+    assert writable(files) == ["target" if ends == Phase.SOAK else "source"]
+
+
+def test_a_split_that_was_left_refused_is_joined_later_and_moves_nowhere_before(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split(files)
+    until_both_serve(files)
+    content = live(files)
+    monkeypatch.delenv("STORE_EU1_B")
+    compare(files)
+    assert RestoreFinding.objects.get().homes == []
+    restored.leave_refused(
+        RestoreFinding.objects.get(), by="ada", reason="its disk is away", now=files.clock()
+    )
+    start_machines(files)
+    with pytest.raises(services.NotReadyToMove, match="split"):
+        move_to(files, files.cast.other_cell, files.cast.other_store)
+    monkeypatch.setenv("STORE_EU1_B", files.target.url)
+    [line] = compare(files).lines
+    assert "no move is here to join them" in line.verdict
+    assert "store-eu1-a and store-eu1-b" in line.says
+    settle(files, files.cast.store)
+    start_machines(files)
+    files.run()
+    assert_back(files, content, "joined")
+
+
+@pytest.mark.parametrize("backup", [None, Phase.BACKFILL, LIVE])
+@pytest.mark.parametrize("silent", ["STORE_EU1_A", "STORE_EU1_B"])
+def test_neither_side_of_a_split_is_a_home_while_the_other_is_silent(
+    files: World, monkeypatch: pytest.MonkeyPatch, backup: str | None, silent: str
+) -> None:
+    kept = Backup()
+    split(files)
+    if backup is not None:
+        go(files, backup)
+        kept = Backup()
+    until_both_serve(files)
+    born(files.target, "s-born")
+    kept.restore()
+    monkeypatch.delenv(silent)
+    compare(files)
+    assert RestoreFinding.objects.get(tenant=files.cast.acme, resolved_at=None).homes == []
+
+
+def test_a_restart_in_the_middle_of_leaving_the_way_back_still_tells_of_the_split(
+    files: World,
+) -> None:
+    """At each call of the steps that close and open the target on the way back."""
+    split(files)
+    until_both_serve(files)
+    live(files)
+    services.abort(files.move, by="ada", reason="no", now=files.clock())
+    files.run(until=Phase.REVERSE_DRAIN)
+    tried = 0
+    stopped = False
+    for call in each_call(files):
+        if files.move.phase == Phase.REVERSE_VERIFY and not stopped:
+            services.abort(files.move, by="ada", reason="go on", now=files.clock())
+            stopped = True
+        if files.move.phase == Phase.DRAIN:
+            break
+        tried += 1
+        with undone(files):
+            files.step()
+            found = restored.read_stores(list(Store.objects.order_by("key"))).rows[APP]
+            assert any(row.mover and row.agents for row in found.values()), call
+    assert stopped
+    assert tried > 30
