@@ -57,6 +57,10 @@ class Splits:
                 now=self.now,
             )
 
+    def split_anew(self) -> int:
+        with transaction.atomic():
+            return services.split_anew(self.cast.acme, by="mover", reason="again", now=self.now)
+
     def unsplit(self) -> int:
         with transaction.atomic():
             return services.unsplit(self.cast.acme, by="mover", reason="back", now=self.now)
@@ -345,6 +349,27 @@ def test_splitting_again_raises_nothing_and_opens_both_sides(splits: Splits) -> 
 
 
 @pytest.mark.django_db
+def test_a_split_that_is_opened_anew_is_another_placement(splits: Splits) -> None:
+    splits.until("split").publish(splits.cast.other_cell, "none")
+    placed, fed, home, far = splits.numbers()
+    version = splits.split_anew()
+    assert splits.numbers() == (placed + 1, fed + 1, home + 1, far + 1)
+    source, target = splits.told(splits.cast.cell), splits.told(splits.cast.other_cell)
+    assert (source["accepts"], source["split"]) == ("existing", True)
+    assert (target["accepts"], target["home_cell"]) == ("new", "cell-eu1-a")
+    assert source["sides"] == target["sides"] is not None
+    epoch = queries.epoch()
+    # Whoever was told "not here" by the old one is refused as moved.
+    assert {one["placement_version"] for one in (source, target, splits.feed_row())} == {
+        f"{epoch}.{version}"
+    }
+    assert PlacementChange.objects.latest("id").reason == "again"
+    splits.unsplit()
+    with pytest.raises(services.CanNotSplit, match="not split"):
+        splits.split_anew()
+
+
+@pytest.mark.django_db
 def test_a_tenant_is_split_towards_one_side_at_a_time(splits: Splits) -> None:
     splits.until("split")
     third = make.cell("cell-eu1-c", region=splits.cast.region, now=splits.now)
@@ -423,6 +448,7 @@ def test_none_of_it_is_done_outside_a_transaction(splits: Splits) -> None:
         lambda: services.announce(acme, cell, store),
         lambda: services.withdraw(acme, cell),
         lambda: services.split(acme, cell=cell, store=store, by="m", reason="", now=splits.now),
+        lambda: services.split_anew(acme, by="m", reason="", now=splits.now),
         lambda: services.unsplit(acme, by="m", reason="", now=splits.now),
     ):
         with pytest.raises(RuntimeError):
@@ -454,7 +480,7 @@ def test_the_constraints_keep_two_cells_from_the_same_turns(
 
 @pytest.mark.django_db(transaction=True, serialized_rollback=True)
 @pytest.mark.parametrize("state", ["narrowed", "split"])
-@pytest.mark.parametrize("first", ["split", "place", "unsplit", "withdraw"])
+@pytest.mark.parametrize("first", ["split", "split_anew", "place", "unsplit", "withdraw"])
 @pytest.mark.parametrize("second", ["split", "place", "announce", "all"])
 def test_two_that_come_at_once_follow_each_other_and_leave_one_owner(
     splits: Splits, state: str, first: str, second: str
@@ -463,6 +489,7 @@ def test_two_that_come_at_once_follow_each_other_and_leave_one_owner(
     splits.until(state)
     acts: dict[str, Callable[[], Any]] = {
         "split": splits.split,
+        "split_anew": splits.split_anew,
         "place": splits.place,
         "unsplit": splits.unsplit,
         "announce": splits.announce,
