@@ -20,11 +20,13 @@ from migrations_app import ports
 from migrations_app.domain import canonical
 from migrations_app.domain.phases import REVERSED
 from migrations_app.models import SharedBase, TenantMigration
+from migrations_app.ports.artifacts import spell
 from migrations_app.ports.base import SessionStore, SharedRow
+from tenants.domain.words import counted
 
 # A user's row that agents write this often in a row while it is merged: another step goes on.
 TRIES = 20
-# Decided conflicts that are listed; the log counts the rest.
+# Decided conflicts that are listed, each with its line in the log; the log counts the rest.
 LISTED = 200
 
 
@@ -86,12 +88,13 @@ def _merge_row(
     """
     ours = _state(row)
     mine = _digests(ours)
-    changed = {key for key, digest in mine.items() if base.get(key) != digest}
+    known = {key: base.get(spell(key)) for key in mine}
+    changed = {key for key, digest in mine.items() if known[key] != digest}
     for _ in range(TRIES):
         found = written.shared([row.user_id]).get(row.user_id)
         theirs = _state(found)
         other = _digests(theirs)
-        both = {key for key in changed if other.get(key) not in (base.get(key), mine[key])}
+        both = {key for key in changed if other.get(key) not in (known[key], mine[key])}
         kept = {key: _newer(written, read, row.user_id, key) for key in sorted(both)}
         taken = {key: ours[key] for key in changed if not kept.get(key)}
         merged = SharedRow(row.user_id, json.dumps({**theirs, **taken}), "")
@@ -112,7 +115,7 @@ def _newer(one: SessionStore, other: SessionStore, user_id: str | None, key: str
 def _changed(row: SharedRow, bases: Mapping[str | None, Mapping[str, str]]) -> bool:
     base = bases.get(row.user_id)
     return base is None or any(
-        base.get(key) != digest for key, digest in _digests(_state(row)).items()
+        base.get(spell(key)) != digest for key, digest in _digests(_state(row)).items()
     )
 
 
@@ -144,13 +147,19 @@ def _bases(
 
 
 def _put_base(move: TenantMigration, keys: Mapping[str | None, Mapping[str, str]]) -> None:
-    """Write over what is recorded of these users. Inside the caller's `holding`."""
+    """Write over what is recorded of these users. Inside the caller's `holding`.
+
+    Keys are spelled: an SQLite store's may hold what no row of ours does.
+    """
     users = [user for user in keys if user is not None]
     move.shared_base.filter(user_id__in=users).delete()
     if None in keys:
         move.shared_base.filter(user_id=None).delete()
     SharedBase.objects.bulk_create(
-        [SharedBase(move=move, user_id=user, keys=digests) for user, digests in keys.items()]
+        [
+            SharedBase(move=move, user_id=user, keys={spell(key): d for key, d in digests.items()})
+            for user, digests in keys.items()
+        ]
     )
 
 
@@ -159,12 +168,24 @@ def _list(
 ) -> None:
     """Say which keys both sides had changed, and whose value stands. Inside `holding`."""
     read, written = ("target", "source") if row.phase in REVERSED else ("source", "target")
+    whose = "the app's" if user_id is None else f"{user_id}'s"
+    notes, more = [], 0
     for key, stays in kept.items():
-        line = {"user_id": user_id, "key": key, "taken": written if stays else read}
-        if line in row.merged or len(row.merged) >= LISTED:
+        line = {"user_id": user_id, "key": spell(key), "taken": written if stays else read}
+        if line in row.merged:
+            continue
+        if len(row.merged) >= LISTED:
+            more += 1
             continue
         row.merged = [*row.merged, line]
+        notes.append(
+            f"Both sides changed {whose} {line['key']}: the {line['taken']}'s is newer and stands"
+        )
+    if notes:
         row.save(update_fields=["merged"])
-        whose = "the app's" if user_id is None else f"{user_id}'s"
-        note = f"Both sides changed {whose} {key}: the {line['taken']}'s is newer and stands"
+    if more:
+        notes.append(
+            f"Both sides changed {counted(more, 'more key')} of {whose}: the newer one stands"
+        )
+    for note in notes:
         row.events.create(at=now, who="mover", was=row.phase, now=row.phase, note=note)

@@ -212,7 +212,9 @@ class SqliteStore(SqliteGuard):
 
     def last_change(self, user_id: str | None, key: str) -> int | None:
         """Return when an event last set this key of shared state (microseconds since 1970)."""
-        if not self.has_tables:
+        named = shared_key(user_id, key)
+        if not self.has_tables or any("\ud800" <= char <= "\udfff" for char in named):
+            # Half of a surrogate pair can't be looked for: as if no event had set it.
             return None
         [(at,)] = self.rows(
             "SELECT max(timestamp) FROM events WHERE app_name = :app"
@@ -220,7 +222,7 @@ class SqliteStore(SqliteGuard):
             "CASE WHEN json_valid(event_data) THEN event_data ELSE '{}' END,"
             " '$.actions.state_delta') WHERE key = :key)"
             + (" AND user_id = :user" if user_id is not None else ""),
-            {"app": self.app_name, "user": user_id, "key": shared_key(user_id, key)},
+            {"app": self.app_name, "user": user_id, "key": named},
         )
         return self.micros(at)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.conf import LazySettings
 
-from migrations_app import channels, queries, services
+from migrations_app import channels, merging, queries, services
 from migrations_app.domain.phases import Mode, Phase
 from migrations_app.models import TenantMigration
 from tenants.models import Placement, PlacementChange
@@ -63,7 +63,7 @@ def shares(side: Raw, user: str, key: str, value: str, seconds: int, session: st
             APP,
             user,
         )
-        name = f"{key}-{value}"
+        name = f"{json.dumps(key)[1:-1]}-{value}"
         side.add_event(connection, APP, user, session, name, seconds)
         data = {"id": name, "actions": {"state_delta": {f"user:{key}": value}}}
         side.run_in(
@@ -195,6 +195,33 @@ def test_each_key_of_shared_state_is_the_side_s_that_changed_it(both: World) -> 
         ("u-3", "source"),
         ("u-1", "target"),
     }
+
+
+@pytest.mark.parametrize("key", ["a\0b", "\udcc3", ""], ids=["NUL", "half a pair", "empty"])
+def test_a_key_that_only_sqlite_holds_is_merged_and_listed_too(files: World, key: str) -> None:
+    start(files)
+    until_both_serve(files)
+    born(files.target, "born-u-2", "u-2")
+    shares(files.source, "u-2", key, "ours", 9_000)
+    shares(files.target, "u-2", key, "theirs", 9_001, "born-u-2")
+    files.run(until=Phase.SOAK)
+    assert shared(files.target, "u-2")[key] in ("ours", "theirs")
+    assert [line["key"] for line in files.move.merged] == [f"json:{json.dumps(key)}"]
+
+
+def test_more_keys_than_are_listed_are_counted_in_the_log(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "LISTED", 1)
+    start(files)
+    until_both_serve(files)
+    born(files.target, "born-u-2", "u-2")
+    for key in ("one", "two", "three"):
+        shares(files.source, "u-2", key, "ours", 9_000)
+        shares(files.target, "u-2", key, "theirs", 9_001, "born-u-2")
+    files.run(until=Phase.SOAK)
+    assert [line["key"] for line in files.move.merged] == ["one"]
+    assert files.move.events.filter(note__contains="2 more keys of u-2's").count() == 1
 
 
 def test_an_agent_that_writes_shared_state_while_it_is_merged_loses_nothing(both: World) -> None:
