@@ -8,10 +8,11 @@ listed here, by its place. Nothing is rewritten: only who wrote it knows what it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db.models import F, Min, Q, QuerySet
 
@@ -26,14 +27,15 @@ from migrations_app.ports.base import Key, SessionStore
 PAGE = 500
 # The cursor of the stage behind the sessions: users' own state, and artifacts that are links.
 USERS = "users:"
-_URI = re.compile(
-    r"artifact://apps/.+?/users/(?P<user>.+?)(?:/sessions/(?P<session>.+?))?"
-    r"/artifacts/(?P<name>.+?)/versions/(?P<version>\d+)"
-)
+# A URI's parts; ids and names between them may hold slashes.
+_SCHEME, _OF_USER, _OF_SESSION, _FILE = "artifact://apps/", "/users/", "/sessions/", "/artifacts/"
+_VERSION = re.compile(r"/versions/([0-9]+)")
 # "version 7", "v7", "versions/7", "report.pdf@7", "report.pdf#7"
 _NUMBER = re.compile(r"(?:\bversions?\W{0,3}|\bv\.?\s?|[@#])(\d+)\b", re.IGNORECASE)
 # Longer texts are files, not words about one.
 LONGEST_TEXT = 100_000
+# No version has more digits, and Python reads no number of thousands.
+LONGEST_NUMBER = 9
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,36 @@ class _Changed:
     def stem(self) -> str:
         """The name as part of a key: "report" of reports/report.pdf."""
         return _squeezed(PurePosixPath(self.names[-1]).stem)
+
+
+class _Wanted:
+    """The versions that a value may name, by what it would call them.
+
+    One name may have ten thousand of them, and a session as many events: none is gone through
+    for each part of a value.
+    """
+
+    def __init__(self, changed: Iterable[_Changed]) -> None:
+        self.by_name: dict[str, dict[int, list[_Changed]]] = defaultdict(lambda: defaultdict(list))
+        self.by_number: dict[int, list[_Changed]] = defaultdict(list)
+        self.by_uri: dict[tuple[str, str, int], _Changed] = {}
+        for one in changed:
+            self.by_number[one.number].append(one)
+            self.by_uri[one.session_id, one.name, one.number] = one
+            for name in one.names:
+                self.by_name[name][one.number].append(one)
+
+    def named(self, name: str, value: Any) -> list[_Changed]:
+        """Return what a name and a number, or digits, name together."""
+        number = _number(value)
+        if number is None or name not in self.by_name:
+            return []
+        return self.by_name[name].get(number, [])
+
+    def numbered(self, value: Any) -> list[_Changed]:
+        """Return every version of this number, or of these digits."""
+        number = _number(value)
+        return [] if number is None else self.by_number.get(number, [])
 
 
 def find_references(move: TenantMigration, source: SessionStore, *, timer: Timer) -> Swept:
@@ -118,8 +150,9 @@ def _look_at_session(move: TenantMigration, source: SessionStore, key: Key) -> N
     session = source.session(key)
     if session is None:
         return
-    every = _of_user(move, key.user_id)
-    near = [one for one in every if one.session_id in ("", key.session_id)]
+    changed = _of_user(move, key.user_id)
+    every = _Wanted(changed)
+    near = _Wanted(one for one in changed if one.session_id in ("", key.session_id))
     found: dict[tuple[str, _Changed], None] = {}
     for at, event in enumerate(session["events"], start=1):
         for path, one in _references(_data(event), near, every, key):
@@ -131,7 +164,7 @@ def _look_at_session(move: TenantMigration, source: SessionStore, key: Key) -> N
 
 def _look_at_user(move: TenantMigration, source: SessionStore, user: str) -> None:
     """Look at the user's own state, and at artifacts that are links to another."""
-    every = _of_user(move, user)
+    every = _Wanted(_of_user(move, user))
     found: dict[tuple[str, _Changed], None] = {}
     row = source.shared([user]).get(user)
     if row is not None:
@@ -180,7 +213,7 @@ def _data(event: Mapping[str, Any]) -> Any:
 
 
 def _references(
-    value: Any, near: list[_Changed], every: list[_Changed], key: Key
+    value: Any, near: _Wanted, every: _Wanted, key: Key
 ) -> Iterator[tuple[str, _Changed]]:
     """Yield (path, version) for what a JSON value names. A stack: JSON may nest deeply.
 
@@ -192,71 +225,127 @@ def _references(
     while stack:
         item, path, keys = stack.pop()
         if isinstance(item, Mapping):
-            for one in near:
-                if _entry(item, one):
-                    yield f"{path}.{_shown(one.names[-1])}".lstrip("."), one
-                elif _pair(item, one):
+            entries = [one for name, number in item.items() for one in near.named(name, number)]
+            for one in dict.fromkeys(entries):
+                yield f"{path}.{_shown(one.names[-1])}".lstrip("."), one
+            for one in _paired(item, near):
+                if one not in entries:
                     yield path or "(itself)", one
             stack += [
-                (v, f"{path}.{_shown(k)}".lstrip("."), (*keys, str(k))) for k, v in item.items()
+                (v, f"{path}.{_shown(k)}".lstrip("."), (*keys[-1:], str(k)))
+                for k, v in item.items()
             ]
         elif isinstance(item, list):
             stack += [(part, f"{path}[{at}]", keys) for at, part in enumerate(item)]
-        elif isinstance(item, str) and len(item) <= LONGEST_TEXT:
-            for one in {*_in_uris(item, every, key), *_in_words(item, near)}:
-                yield path, one
-            if keys and item.isdigit():
-                yield from ((path, one) for one in near if _keyed(keys, int(item), one))
-        elif isinstance(item, int) and not isinstance(item, bool):
-            yield from ((path, one) for one in near if _keyed(keys, item, one))
+        else:
+            if isinstance(item, str) and len(item) <= LONGEST_TEXT:
+                for one in {*_in_uris(item, every, key), *_in_words(item, near)}:
+                    yield path, one
+            if keys and "version" in keys[-1].lower():
+                yield from ((path, one) for one in _keyed(keys, item, near))
 
 
-def _entry(item: Mapping[Any, Any], one: _Changed) -> bool:
-    return any(_is(item.get(name), one.number) for name in one.names)
+def _paired(item: Mapping[Any, Any], near: _Wanted) -> dict[_Changed, None]:
+    """Return what an object names by a value, and numbers under a key with "version" in it."""
+    numbers = [value for key, value in item.items() if "version" in str(key).lower()]
+    if not numbers:
+        return {}
+    names = [value for value in item.values() if isinstance(value, str)]
+    pairs = ((name, number) for name in names if name in near.by_name for number in numbers)
+    return {one: None for name, number in pairs for one in near.named(name, number)}
 
 
-def _pair(item: Mapping[Any, Any], one: _Changed) -> bool:
-    named = any(value in one.names for value in item.values() if isinstance(value, str))
-    return named and any(
-        "version" in str(key).lower() and _is(value, one.number) for key, value in item.items()
-    )
+def _keyed(keys: tuple[str, ...], value: Any, near: _Wanted) -> Iterator[_Changed]:
+    """Yield what a bare number names under keys such as report_version, or report.version."""
+    text = _squeezed("".join(keys))
+    yield from (one for one in near.numbered(value) if one.stem and one.stem in text)
 
 
-def _keyed(keys: tuple[str, ...], number: int, one: _Changed) -> bool:
-    """Whether a bare number stands under keys such as report_version, or report.version."""
-    if number != one.number or "version" not in keys[-1].lower() or not one.stem:
-        return False
-    return one.stem in _squeezed("".join(keys[-2:]))
-
-
-def _in_words(text: str, near: list[_Changed]) -> Iterator[_Changed]:
+def _in_words(text: str, near: _Wanted) -> Iterator[_Changed]:
     # A URI is looked at as one: what it names may be somebody else's.
-    text = _URI.sub("", text)
-    named = [one for one in near if any(name in text for name in one.names)]
-    if named:
-        numbers = {int(number) for number in _NUMBER.findall(text) if len(number) < 10}
-        yield from (one for one in named if one.number in numbers)
-
-
-def _in_uris(text: str, every: list[_Changed], key: Key) -> Iterator[_Changed]:
-    if "artifact://" not in text:
-        return
-    for uri in _URI.finditer(text):
-        if uri["user"] != key.user_id:
-            continue
-        name = uri["name"]
-        if not uri["session"] and not name.startswith(USER):
-            name = f"{USER}{name}"
-        session = "" if name.startswith(USER) else uri["session"]
-        for one in every:
-            if (one.session_id, one.name, one.number) == (session, name, int(uri["version"])):
+    rest, at = "", 0
+    for uri in _uris(text):
+        rest, at = rest + text[at : uri.start], uri.end
+    rest += text[at:]
+    numbers = {int(found) for found in _NUMBER.findall(rest) if len(found) <= LONGEST_NUMBER}
+    for number in numbers:
+        for one in near.numbered(number):
+            if any(name in rest for name in one.names):
                 yield one
 
 
-def _is(value: Any, number: int) -> bool:
-    if isinstance(value, bool):
-        return False
-    return value == number or (isinstance(value, str) and value == str(number))
+class _Uri(NamedTuple):
+    """An artifact's URI within a text."""
+
+    start: int
+    end: int
+    user: str
+    session: str
+    name: str
+    version: str
+
+
+def _uris(text: str) -> Iterator[_Uri]:
+    """Find artifacts' URIs, none across lines: each part ends where the next one first begins.
+
+    Part by part, never back: as one pattern it took a text of 80 beginnings of a URI, which any
+    user can write, longer than a step lives.
+    """
+    at = 0
+    while (start := text.find(_SCHEME, at)) >= 0:
+        app = start + len(_SCHEME)
+        line = text.find("\n", app)
+        line = len(text) if line < 0 else line
+        # Each part has one character at least. What this line lacks from here, it lacks later on.
+        at = line
+        if (found := text.find(_OF_USER, app + 1, line)) < 0:
+            continue
+        user = found + len(_OF_USER)
+        if (file := text.find(_FILE, user + 1, line)) < 0:
+            continue
+        ends = file
+        session = text.find(_OF_SESSION, user + 1, file + len(_OF_SESSION))
+        if session >= 0:
+            ends, session = session, session + len(_OF_SESSION)
+            if (file := text.find(_FILE, session + 1, line)) < 0:
+                continue
+        name = file + len(_FILE)
+        if (version := _VERSION.search(text, name + 1, line)) is None:
+            continue
+        at = version.end()
+        yield _Uri(
+            start,
+            at,
+            text[user:ends],
+            text[session:file] if session >= 0 else "",
+            text[name : version.start()],
+            version[1],
+        )
+
+
+def _in_uris(text: str, every: _Wanted, key: Key) -> Iterator[_Changed]:
+    for uri in _uris(text):
+        if uri.user != key.user_id or (number := _number(uri.version)) is None:
+            continue
+        name = uri.name
+        if not uri.session and not name.startswith(USER):
+            name = f"{USER}{name}"
+        session = "" if name.startswith(USER) else uri.session
+        if (one := every.by_uri.get((session, name, number))) is not None:
+            yield one
+
+
+def _number(value: Any) -> int | None:
+    """Return the whole number that a value is, or spells in digits; None: neither.
+
+    Not by `isdigit` alone: "²" is a digit, and no number to Python.
+    """
+    if isinstance(value, str):
+        digits = value.isascii() and value.isdigit() and len(value) <= LONGEST_NUMBER
+        return int(value) if digits else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _squeezed(text: str) -> str:

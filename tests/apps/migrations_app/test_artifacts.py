@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from migrations_app import artifacts, copying
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
-from migrations_app.models import SessionStamp, TenantMigration
+from migrations_app.models import ArtifactVersion, SessionStamp, TenantMigration
 from migrations_app.ports import artifacts as port
 from migrations_app.ports.base import Key
 from migrations_app.preflight import artifact_checks
@@ -1087,6 +1089,67 @@ def test_what_names_none_of_them_is_not_listed(renumbered: Move, words: str, dat
     say(renumbered, "s-0", data)
     renumbered.copy()
     assert find(renumbered) == []
+
+
+LONG = "9" * 5_000
+ODD: list[tuple[str, Any]] = [
+    ("a digit that is no number", {"report_version": "²", "unit": "①"}),
+    ("a number of thousands of digits", {"report_version": LONG, "n": int("9" * 4_000)}),
+    (
+        "a uri with such a version",
+        {"u": f"artifact://apps/a/users/u-0/artifacts/x/versions/{LONG}"},
+    ),
+    ("no number", {"report_version": math.nan, "other_version": math.inf}),
+    (
+        "a text of nothing but beginnings",
+        {"text": "artifact://apps/a/users/b/artifacts/c " * 2_000},
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "data"), ODD, ids=[row[0] for row in ODD])
+def test_what_users_write_does_not_stop_the_look_for_references(
+    renumbered: Move, words: str, data: Any
+) -> None:
+    say(renumbered, "s-0", data)
+    say(renumbered, "s-2", {"text": "report.pdf v7"}, {"plan_version": 7})
+    renumbered.copy()
+    assert find(renumbered) == [("s-2", "state plan_version", "user:plan.txt", 7, 0)]
+
+
+def test_uris_in_one_text_are_told_apart_and_none_goes_on_in_the_next_line(
+    renumbered: Move,
+) -> None:
+    begun, name = f"artifact://apps/{APP}/users/u-0", "artifacts/report.pdf/versions/7"
+    uri = f"{begun}/sessions/s-0/{name}"
+    texts = [f"{uri}, {uri} and v6", f"{begun}\n/sessions/s-0/{name}", f"{begun}/sessions//{name}"]
+    say(renumbered, "s-2", {"parts": texts})
+    renumbered.copy()
+    assert find(renumbered) == [("s-2", "event 1 parts[0]", "report.pdf", 7, 0)]
+
+
+def test_ten_thousand_versions_cost_a_long_session_no_time(renumbered: Move) -> None:
+    renumbered.copy()
+    lines = [
+        ArtifactVersion(
+            move_id=renumbered.pk,
+            user_id="u-0",
+            session_id="s-0",
+            name="many.bin",
+            source_version=number,
+            target_version=number - 8,
+            source_digest="x",
+            target_digest="x",
+        )
+        for number in range(8, 10_008)
+    ]
+    ArtifactVersion.objects.bulk_create(lines)
+    parts = [{"text": f"step {n} of many.bin", "args": {"at": n, "of": [n]}} for n in range(2_000)]
+    say(renumbered, "s-0", {"parts": parts, "last": {"many.bin": 10_007}})
+    begun = time.process_time()
+    assert find(renumbered) == [("s-0", "event 1 last.many.bin", "many.bin", 10_007, 9_999)]
+    # By each version for each value it was two minutes, and a step lives for twenty seconds.
+    assert time.process_time() - begun < 10
 
 
 def test_a_version_that_is_a_link_to_a_renumbered_one_is_listed(
