@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from durable import driver
-from migrations_app import services, steps
+from migrations_app import services
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from tests import make
