@@ -69,11 +69,16 @@ def _program(name: str, folder: Path | None) -> Path:
             " programs in SWITCHYARD_CHANNEL_COMMANDS, for web and workers alike."
         )
     path = folder / name
-    # A link may lead to any program of the machine.
-    if path.is_symlink() or not path.is_file() or not os.access(path, os.X_OK):
+    try:
+        # A link may lead to any program of the machine.
+        there = not path.is_symlink() and path.is_file() and os.access(path, os.X_OK)
+    except OSError:
+        # A name that no file can have, or a folder that this process may not look into.
+        there = False
+    if not there:
         raise NotAllowed(
-            f"{name} is no program in the folder of SWITCHYARD_CHANNEL_COMMANDS. Put it there as"
-            " a file of its own that the workers may execute."
+            f"{name[:80]} is no program in the folder of SWITCHYARD_CHANNEL_COMMANDS. Put it there"
+            " as a file of its own that the workers may execute."
         )
     return path.resolve()
 

@@ -298,6 +298,7 @@ def test_a_call_ends_when_its_worker_is_killed(root: Path) -> None:
         pytest.param("command", "../bin/sh", "is no command", id="upwards"),
         pytest.param("command", ".hidden", "is no command", id="hidden"),
         pytest.param("command", "nothing", "is no program in the folder", id="absent"),
+        pytest.param("command", "p" * 300, "is no program in the folder", id="no file's name"),
         pytest.param("command", "plain", "is no program in the folder", id="not executable"),
         pytest.param("command", "link", "is no program in the folder", id="link"),
         pytest.param("command", "folder", "is no program in the folder", id="folder"),
