@@ -95,7 +95,7 @@ def _merge_row(
         theirs = _state(found)
         other = _digests(theirs)
         both = {key for key in changed if other.get(key) not in (known[key], mine[key])}
-        kept = {key: _newer(written, read, row.user_id, key) for key in sorted(both)}
+        kept = _newer(written, read, row.user_id, sorted(both))
         taken = {key: ours[key] for key in changed if not kept.get(key)}
         merged = SharedRow(row.user_id, json.dumps({**theirs, **taken}), "")
         if ports.refuses_shared(read, written, merged):
@@ -106,10 +106,12 @@ def _merge_row(
     raise StillWritten(f"Agents keep changing {whose} shared state while it is merged.")
 
 
-def _newer(one: SessionStore, other: SessionStore, user_id: str | None, key: str) -> bool:
-    """Return whether `one` set the key after `other` did. What no event set is the older."""
-    at, than = one.last_change(user_id, key), other.last_change(user_id, key)
-    return at is not None and (than is None or at > than)
+def _newer(
+    one: SessionStore, other: SessionStore, user_id: str | None, keys: Sequence[str]
+) -> dict[str, bool]:
+    """Return whether `one` set each key after `other` did. What no event set is the older."""
+    ours, theirs = (side.last_changes(user_id, keys) for side in (one, other))
+    return {key: key in ours and (key not in theirs or ours[key] > theirs[key]) for key in keys}
 
 
 def _changed(row: SharedRow, bases: Mapping[str | None, Mapping[str, str]]) -> bool:

@@ -334,10 +334,11 @@ class SessionStore(Protocol):
         Whoever has neither a row nor a session is absent.
         """
 
-    def last_change(self, user_id: str | None, key: str) -> int | None:
-        """When an event last set this key of shared state (microseconds since 1970); None: never.
+    def last_changes(self, user_id: str | None, keys: Collection[str]) -> dict[str, int]:
+        """When an event last set these keys of shared state, where any did (µs since 1970).
 
-        `key` has no prefix, None asks for the app's. Reads every event of the user, or of the app.
+        Keys have no prefix, None asks for the app's. Reads every event of the user, or of the app,
+        once for all keys.
         """
 
     def mark(self) -> str:

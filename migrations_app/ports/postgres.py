@@ -250,18 +250,26 @@ class PostgresStore(PostgresGuard):
                 )
         return {row[0]: SharedRow(*row) for row in found}
 
-    def last_change(self, user_id: str | None, key: str) -> int | None:
-        """Return when an event last set this key of shared state (microseconds since 1970)."""
-        if not self.has_tables:
-            return None
-        [(at,)] = self.rows(
-            "SELECT to_char(max(timestamp), 'YYYY-MM-DD HH24:MI:SS.US') FROM {events}"
-            " WHERE app_name = %(app)s AND jsonb_exists("
-            "event_data -> 'actions' -> 'state_delta', %(key)s)"
-            + (" AND user_id = %(user)s" if user_id is not None else ""),
-            {"user": user_id, "key": shared_key(user_id, key)},
+    def last_changes(self, user_id: str | None, keys: Collection[str]) -> dict[str, int]:
+        """Return when an event last set these keys of shared state (microseconds since 1970)."""
+        # Others, such as an SQLite store may ask for, no event here can have set.
+        held = [key for key in keys if not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in key)]
+        named = {shared_key(user_id, key): key for key in held}
+        if not self.has_tables or not named:
+            return {}
+        rows = self.rows(
+            "WITH found AS MATERIALIZED ("
+            "SELECT timestamp, event_data -> 'actions' -> 'state_delta' AS delta FROM {events}"
+            " WHERE app_name = %(app)s"
+            " AND jsonb_exists_any(event_data -> 'actions' -> 'state_delta', %(keys)s::text[])"
+            + (" AND user_id = %(user)s" if user_id is not None else "")
+            + ") SELECT key, to_char(max(timestamp), 'YYYY-MM-DD HH24:MI:SS.US')"
+            " FROM found, unnest(%(keys)s::text[]) AS key WHERE jsonb_exists(delta, key)"
+            " GROUP BY key",
+            {"user": user_id, "keys": list(named)},
         )
-        return canonical.micros_of_text(at)
+        times = ((named[key], canonical.micros_of_text(at)) for key, at in rows)
+        return {key: at for key, at in times if at is not None}
 
     def mark(self) -> str:
         """Return the `Mark` of every stamp and all shared state, in one snapshot.

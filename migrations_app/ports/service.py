@@ -211,17 +211,20 @@ class ServiceStore(ServiceGuard):
             return service_values.scoped_state(found, prefix) if found else {}
         return {}
 
-    def last_change(self, user_id: str | None, key: str) -> int | None:
-        """Return when an event last set this key of shared state (microseconds since 1970)."""
-        named, latest = shared_key(user_id, key), None
-        for at, _ in self.heads():
-            if user_id is not None and at.user_id != user_id:
-                continue
-            found = self.run(self.get(*at))
-            for event in found.events if found else ():
-                micros = canonical.micros_of_seconds(event.timestamp)
-                if named in event.actions.state_delta and micros is not None:
-                    latest = max(micros, latest or micros)
+    def last_changes(self, user_id: str | None, keys: Collection[str]) -> dict[str, int]:
+        """Return when an event last set these keys of shared state (microseconds since 1970)."""
+        named = {shared_key(user_id, key): key for key in keys}
+        latest: dict[str, int] = {}
+        if not named:
+            return latest
+        sessions = [key for key, _ in self.heads() if user_id in (None, key.user_id)]
+        for bite in self.bites(sessions):
+            for _, session in self.whole(bite):
+                for event in session.events:
+                    micros = canonical.micros_of_seconds(event.timestamp)
+                    for name in named.keys() & event.actions.state_delta.keys():
+                        if micros is not None:
+                            latest[named[name]] = max(micros, latest.get(named[name], micros))
         return latest
 
     def write_shared(self, rows: Sequence[SharedRow]) -> None:

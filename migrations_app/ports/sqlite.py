@@ -210,21 +210,27 @@ class SqliteStore(SqliteGuard):
             )
         return {row[0]: _shared(*row) for row in found}
 
-    def last_change(self, user_id: str | None, key: str) -> int | None:
-        """Return when an event last set this key of shared state (microseconds since 1970)."""
-        named = shared_key(user_id, key)
-        if not self.has_tables or any("\ud800" <= char <= "\udfff" for char in named):
-            # Half of a surrogate pair can't be looked for: as if no event had set it.
-            return None
-        [(at,)] = self.rows(
-            "SELECT max(timestamp) FROM events WHERE app_name = :app"
-            " AND EXISTS (SELECT 1 FROM json_each("
+    def last_changes(self, user_id: str | None, keys: Collection[str]) -> dict[str, int]:
+        """Return when an event last set these keys of shared state (microseconds since 1970)."""
+        asked = list(keys)
+        if not self.has_tables or not asked:
+            return {}
+        # By their places in the list: Python reads no half of a surrogate pair as text.
+        rows = self.rows(
+            "SELECT asked.key, max(timestamp) FROM events, json_each("
             "CASE WHEN json_valid(event_data) THEN event_data ELSE '{}' END,"
-            " '$.actions.state_delta') WHERE key = :key)"
-            + (" AND user_id = :user" if user_id is not None else ""),
-            {"app": self.app_name, "user": user_id, "key": named},
+            " '$.actions.state_delta') AS was, json_each(:keys) AS asked"
+            " WHERE app_name = :app AND was.key = asked.value"
+            + (" AND user_id = :user" if user_id is not None else "")
+            + " GROUP BY asked.key",
+            {
+                "app": self.app_name,
+                "user": user_id,
+                "keys": json.dumps([shared_key(user_id, key) for key in asked]),
+            },
         )
-        return self.micros(at)
+        times = ((asked[at], self.micros(text)) for at, text in rows)
+        return {key: at for key, at in times if at is not None}
 
     def mark(self) -> str:
         """Return the `Mark` of every stamp and all shared state, in one snapshot."""

@@ -618,9 +618,10 @@ def test_state_is_replaced_only_where_it_still_is_what_it_was(
         assert store.shared(["u0"])["u0"].state == '{"n":null,"tier":"basic"}'
         assert store.replace_shared(SharedRow("u5", '{"a": 1}', ""), "{}")
         assert store.shared(["u5"])["u5"].state == '{"a":1}'
-        assert store.last_change("u0", "n") == round((SECOND + 2) * 1e6)
-        assert store.last_change(None, "n") == round((SECOND + 2) * 1e6)
-        assert store.last_change("u0", "never") is None
+        last = {"n": round((SECOND + 2) * 1e6)}
+        assert store.last_changes("u0", ["n", "never"]) == last
+        assert store.last_changes(None, ["n"]) == last
+        assert store.last_changes("u0", []) == {}
 
 
 def test_the_mark_is_what_a_sweep_adds_up_row_by_row(
