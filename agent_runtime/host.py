@@ -148,10 +148,10 @@ class Host:
         """Run one turn and yield the Runner's events: each one but a partial is stored by then.
 
         `sent_on`: the source of a split has answered NotHere. Nothing is entered before the first
-        event is asked for. The tenant's count goes down
-        when nothing of this turn can write any more, whether it was read to its end, raised,
-        was cancelled, closed or dropped. Raises RetryLater's kinds before anything is written,
-        and Draining from within a turn whose store was closed under it; TurnTooLong.
+        event is asked for. The tenant's count goes down when nothing of this turn can write any
+        more, whether it was read to its end, raised, was cancelled, closed or dropped. Raises
+        RetryLater's kinds before anything is written, and Draining from within a turn whose store
+        was closed under it; TurnTooLong.
         """
         events: asyncio.Queue[Any] = asyncio.Queue()
         # The turn is a task of its own, so its end depends on no reader: google-adk runs the

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from migrations_app.domain.phases import Phase
+from migrations_app.domain.phases import FENCED, Phase
 from migrations_app.models import TenantMigration
 from migrations_app.panels.progress import share_of
 from migrations_app.panels.seen import Seen
@@ -88,21 +88,7 @@ def split(seen: Seen, *, now: datetime) -> SplitPanel | None:
 
 
 # Phases in which it matters who serves what, or what came of it.
-SHOWN = frozenset(
-    {
-        Phase.SPLIT,
-        Phase.DRAIN,
-        Phase.DELTA,
-        Phase.VERIFY,
-        Phase.TARGET,
-        Phase.SOAK,
-        Phase.REVERSE_DRAIN,
-        Phase.REVERSE_DELTA,
-        Phase.REVERSE_VERIFY,
-        Phase.REVERSE_TARGET,
-        Phase.ROLLED_BACK,
-    }
-)
+SHOWN = FENCED | {Phase.SPLIT, Phase.SOAK, Phase.ROLLED_BACK}
 
 
 def _whose(user_id: str | None) -> str:
