@@ -193,6 +193,8 @@ def test_what_is_not_there_is_404_in_the_one_shape(cast: make.Cast, viewer: Any,
 @pytest.mark.parametrize("path", ["", "nothing", "ops/tenants/", "runtime/policy/x"])
 def test_an_address_that_leads_nowhere_is_404_in_the_one_shape(nobody: Any, path: str) -> None:
     assert shape(nobody.get(f"/{path}")) == (404, "not_found")
+    # Django's CSRF page would be HTML, and a program has no cookie.
+    assert shape(nobody.post(f"/{path}")) == (404, "not_found")
 
 
 @pytest.mark.parametrize(
