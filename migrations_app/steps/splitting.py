@@ -7,7 +7,8 @@ from typing import Any
 
 from durable.driver import Clock, holding
 from durable.machine import Outcome, Wait
-from migrations_app import copying, merging, queries
+from migrations_app import channels, copying, merging, queries
+from migrations_app.copying import Timer
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from migrations_app.steps import back, common, passes
@@ -126,8 +127,11 @@ def _until_idle(move: TenantMigration, clock: Clock) -> Outcome:
         return passes.repair_now(move, clock)
     if move.rollback_requested_at is not None:
         return back.roll_back(move, clock)
-    if busy := _busy(move, now):
-        return passes.between_passes(move, busy, now, seconds=BUSY_SECONDS)
+    if channels.run(move, timer=Timer(), clock=clock):
+        return Wait()
+    # A side channel is owed that was registered, or whose copy was taken back, since the split.
+    if waits := _busy(move, now) or queries.channels_before_fence(move):
+        return passes.between_passes(move, waits, now, seconds=BUSY_SECONDS)
     return passes.may_close(move, clock)
 
 

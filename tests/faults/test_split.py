@@ -538,3 +538,21 @@ def test_side_channels_bring_back_what_is_younger_than_the_split(
     files.run()
     assert files.move.phase == Phase.ROLLED_BACK
     assert files.move.events.filter(note__contains=f"copied, since {begun}").exists()
+
+
+def test_a_side_channel_registered_in_a_split_keeps_its_fence_from_closing(files: World) -> None:
+    start(files)
+    until_both_serve(files)
+    files.run(until=Phase.SPLIT)
+    channels.register(name="logs", tenant=files.cast.acme, by="ada", now=files.clock())
+    for _ in range(40):
+        files.step()
+        files.clock.pass_by(30)
+    assert files.move.phase == Phase.SPLIT
+    assert files.move.waiting_for == "side channel logs to be copied by a person"
+    row = files.move.channels.get()
+    said = {"note": "the shipper points there", "by": "ada"}
+    channels.check_off(row, step="copy", now=files.clock(), **said)
+    files.run(until=Phase.VERIFY)
+    channels.check_off(files.move.channels.get(), step="verify", now=files.clock(), **said)
+    files.run(until=Phase.SOAK)
