@@ -9,4 +9,8 @@ from typing import Any
 def made(address: str) -> Any:
     """Call the factory that `python:package.module:factory` names, without arguments."""
     module, _, name = address.removeprefix("python:").partition(":")
-    return getattr(importlib.import_module(module), name)()
+    try:
+        return getattr(importlib.import_module(module), name)()
+    except SystemExit:
+        # A script that was named by mistake: this process goes on.
+        raise RuntimeError("it ends the process") from None

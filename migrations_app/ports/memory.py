@@ -20,6 +20,7 @@ from migrations_app.domain import canonical
 from migrations_app.ports.address import read
 from migrations_app.ports.base import Key, SessionStore, StoreRefused
 from migrations_app.ports.factory import made
+from migrations_app.ports.runner import runner
 
 if TYPE_CHECKING:
     from google.adk.memory import BaseMemoryService
@@ -64,9 +65,9 @@ def open_memory(reference: str, *, app_name: str) -> Iterator[Memory]:
     `agentengine://...`), or `python:package.module:factory`, a callable without arguments that
     returns a BaseMemoryService. Raises AddressMissing, MemoryUnknown, MemoryFailed.
     """
-    with asyncio.Runner() as runner:
+    with runner() as loop:
         service = _service(read(reference), reference)
-        memory = Memory(service, runner, reference=reference, app_name=app_name)
+        memory = Memory(service, loop, reference=reference, app_name=app_name)
         try:
             yield memory
         finally:

@@ -7,7 +7,6 @@ second and is an extra.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +39,7 @@ from migrations_app.ports.artifacts.native import FileStore, MemoryStore
 from migrations_app.ports.artifacts.service import NOBODY, GcsStore, ServiceStore
 from migrations_app.ports.base import StoreRefused, Unreachable
 from migrations_app.ports.factory import made
+from migrations_app.ports.runner import runner
 
 __all__ = [
     "LINK",
@@ -85,10 +85,10 @@ def open_artifacts(reference: str, *, app_name: str, known: Known) -> Iterator[A
     `python:package.module:factory`, a callable without arguments that returns a
     BaseArtifactService. Raises AddressMissing, ArtifactsUnknown, Unreachable.
     """
-    with asyncio.Runner() as runner:
+    with runner() as loop:
         service = _service(read(reference), reference)
         opens = _port(service)
-        yield opens(service, runner, reference=reference, app_name=app_name, known=known)
+        yield opens(service, loop, reference=reference, app_name=app_name, known=known)
 
 
 def same_place(one: ArtifactStore, other: ArtifactStore) -> bool:
