@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from django.db.models import Count, Sum
@@ -135,22 +136,28 @@ class Sweep:
         return Swept(Key(after, ""), passed, finished=True)
 
     def _users(self, after: str, within: str) -> list[str]:
-        """Return the next users of either side, in order; first the one that is begun."""
+        """Return the next users of either side, or named by us, in order; first the one begun."""
         if within:
             return [after]
         pages = [side.port.users(after, PAGE) for side in (self.read, self.written)]
+        pages.append([user for user in self._named if user > after][:PAGE])
         ends = [page[-1] for page in pages if len(page) == PAGE]
         users = {user for page in pages for user in page if not ends or user <= min(ends)}
         return sorted(users)
 
-    def _finish(self) -> None:
-        """Take up what was noted or named of users whom neither side has any more, and add up."""
+    @cached_property
+    def _named(self) -> list[str]:
+        """Users of whom something is noted or told: neither side may have them any more.
+
+        Ordered here, as the sides order theirs; a database may do so by another alphabet.
+        """
         noted = self._lines().filter(**{f"{self.written.name}_digest": ""})
         told = Mismatch.objects.filter(move=self.move, resolved_at=None).exclude(artifact="")
-        for user in {row.user_id for rows in (noted, told) for row in rows}:
-            desk = self.look(user)
-            if not desk.here and not desk.there:
-                self._user(user, "")
+        pages = (rows.order_by().values_list("user_id", flat=True) for rows in (noted, told))
+        return sorted({user for page in pages for user in page.distinct()})
+
+    def _finish(self) -> None:
+        """Add up."""
         totals = self._lines().aggregate(versions=Count("pk"), size=Sum("size"))
         self.meter.columns |= {
             "artifacts": totals["versions"],
