@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from agent_runtime.client import PolicyClient
 from agent_runtime.errors import Draining, NotHere, TurnTooLong, UnknownStore, WrongRunner
 from agent_runtime.fence import DRAIN_RETRY_SECONDS, SOON_SECONDS, Turn
-from agent_runtime.policy import Entry
+from agent_runtime.policy import ACCEPTS_NEW, Entry
 
 T = TypeVar("T")
 
@@ -291,6 +291,8 @@ class Host:
                         # Counted in by now: whoever is let in is waited for, if the source
                         # closes between this look and the first write.
                         await self._check_known(turn.entry, ask)
+                    elif turn.entry.accepts == ACCEPTS_NEW:
+                        await self._check_same(turn.entry, ask)
                     yield turn
         except Draining as refused:
             if refused.source is not None and not await self._knows(refused.source, ask):
@@ -324,16 +326,30 @@ class Host:
                 retry_after_seconds=DRAIN_RETRY_SECONDS,
             )
 
+    async def _check_same(self, entry: Entry, ask: _Ask) -> None:
+        """Raise where the target of a split takes the id that it was given for another one.
+
+        google-adk's in-memory and SQLite services strip ids. A source that doesn't sent " x" on;
+        what answers to it here is the copy of its "x". Any other id costs no look.
+        """
+        if ask.session_id is None or ask.session_id == ask.session_id.strip():
+            return
+        found = await self._find(entry, ask)
+        if found is not None and found.id != ask.session_id:
+            raise _not_here(ask)
+
     async def _knows(self, entry: Entry, ask: _Ask) -> bool:
+        return await self._find(entry, ask) is not None
+
+    async def _find(self, entry: Entry, ask: _Ask) -> Any:
         if ask.session_id is None:
-            return False
-        found = await self._service(entry).get_session(
+            return None
+        return await self._service(entry).get_session(
             app_name=entry.app_name,
             user_id=ask.user_id,
             session_id=ask.session_id,
             config=_NoEvents(),
         )
-        return found is not None
 
     @asynccontextmanager
     async def _cut(self, tenant: str, turn: Turn) -> AsyncIterator[None]:

@@ -350,3 +350,27 @@ async def test_each_kind_of_session_service_says_whether_it_knows_a_session(
     with pytest.raises(NotHere):
         await do(host, "turn", "unknown")
     await host.close()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "memory"])
+@pytest.mark.parametrize("act", ["turn", "birth", "deletion"])
+async def test_the_target_serves_no_copy_under_an_id_that_it_strips(
+    client: PolicyClient, plane: ControlPlane, tmp_path: Path, kind: str, act: str
+) -> None:
+    service: Any = {
+        "sqlite": lambda: SqliteSessionService(str(tmp_path / "two.db")),
+        "memory": InMemorySessionService,
+    }[kind]()
+    names = {"app_name": "support.acme", "user_id": "u1", "session_id": "known"}
+    await service.create_session(**names)
+    host = Host(
+        client,
+        {"pg-eu": lambda: service},
+        lambda entry, service: scripted.build_runner(entry.app_name, service),
+    )
+    tell(plane, client, ("new", False, "home"))
+    # The source tells it from "known", which is its own: it has sent this on.
+    with pytest.raises(NotHere):
+        await do(host, act, " known", sent_on=True)
+    assert (await service.get_session(**names)).events == []
+    await host.close()
