@@ -84,12 +84,13 @@ class ServiceStore(ServiceGuard):
 
     async def _list(self) -> list[tuple[Key, Session]]:
         listed = (await self.service.list_sessions(app_name=self.app_name)).sessions
-        found = [
-            (Key(session.user_id, session.id), session)
+        # Each once: one that changes while a service reads its pages may be on two of them.
+        found = {
+            Key(session.user_id, session.id): session
             for session in listed
             if not values.is_ours(session.user_id, session.id)
-        ]
-        return sorted(found, key=lambda pair: pair[0])
+        }
+        return sorted(found.items(), key=lambda pair: pair[0])
 
     def page(self, after: Key, limit: int) -> list[tuple[Key, Stamp]]:
         """Return up to `limit` sessions behind `after`, in the order of their names.

@@ -766,3 +766,21 @@ def test_a_survey_says_what_a_service_can_and_cannot_tell(
     assert [finding.blocks for finding in found.findings] == [False]
     with new_place(Layout.POSTGRESQL, "TARGET").port() as target:
         ports.check_pair(found, target.survey())
+
+
+class Repeating(InMemorySessionService):
+    """Lists each session twice, as over pages in the order of last changes."""
+
+    async def list_sessions(self, **named: Any) -> Any:
+        listed = await super().list_sessions(**named)
+        listed.sessions *= 2
+        return listed
+
+
+def test_a_session_that_is_listed_twice_is_one(new_place: Callable[[Layout, str], Place]) -> None:
+    place = new_place(MEMORY, "SOURCE")
+    MEMORIES["SOURCE"] = Repeating()
+    agent(place, fill)
+    with place.port() as store:
+        assert store.counts().sessions == len(store.page(START, 10)) == 3
+        assert store.survey().sessions == 3
