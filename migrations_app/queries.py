@@ -171,6 +171,15 @@ def split_live(move: TenantMigration) -> bool:
     return move.split_placement_version is not None and not flipped
 
 
+def opens_target(move: TenantMigration) -> bool:
+    """Return whether the source takes no new sessions any more, and the target none yet.
+
+    They are refused meanwhile: it stands still for nothing that can wait.
+    """
+    begun = move.phase == Phase.SPLIT and move.split_version is not None
+    return begun and not split_live(move)
+
+
 def owes_opening(move: TenantMigration) -> bool:
     """Return whether SOAK or SPLIT, come back to from a fence, has not ended that fence yet."""
     if move.phase == Phase.SPLIT:

@@ -49,6 +49,9 @@ def _while_paused(move: TenantMigration, clock: Clock) -> Outcome:
     if queries.owes_opening(move):
         # Nobody's pause keeps the tenant refused behind a fence that has no deadline any more.
         return (split if move.phase == Phase.SPLIT else stay)(move, clock)
+    if queries.opens_target(move):
+        # Nor does it keep new sessions waiting that neither side takes.
+        return split(move, clock)
     return Wait(1.0)
 
 
@@ -105,7 +108,9 @@ def machine(enqueue: Callable[[int, Any, float], None]) -> Machine:
         way_out=_way_out,
         no_return=NO_RETURN,
         unpausable=UNPAUSABLE,
-        urgent=lambda move: move.phase in PROMPT or queries.owes_opening(move),
+        urgent=lambda move: (
+            move.phase in PROMPT or queries.owes_opening(move) or queries.opens_target(move)
+        ),
         enqueue=enqueue,
         requests=("abort_requested_at", "pause_requested_at", "rollback_requested_at"),
         while_paused=_while_paused,

@@ -69,7 +69,7 @@ def copy_pass(
             )
             then = after[after.index(move.stage) + 1]
             outcome = common.after_sweep(move, meter, swept, then=then)
-        if outcome.changes["stage"] == "ready":
+        if outcome.changes["stage"] == "ready" and not queries.opens_target(move):
             outcome = _end_pass(move, outcome, _mark_seconds(move, source), clock)
     copying.sample(move, outcome.changes, clock)
     return outcome
@@ -79,6 +79,9 @@ def _behind(move: TenantMigration) -> tuple[str, ...]:
     """Return the stages of a pass behind the sessions' own."""
     if queries.split_live(move):
         return ("artifacts", "memory", "ready")
+    if queries.opens_target(move):
+        # New sessions wait for this: what can go over once both sides serve is not among it.
+        return ("gone", "shared", "ready")
     # Places that name a renumbered version are listed once now, and once more after the cutover.
     once = ("references",) if move.passes == 1 else ()
     return ("gone", "shared", "artifacts", "memory", *once, "ready")

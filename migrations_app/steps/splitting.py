@@ -26,8 +26,9 @@ def split(move: TenantMigration, clock: Clock) -> Outcome:
     """Let the target take new sessions, then wait until the source's are idle, up to a bound.
 
     In this order: the source stops taking new ones; when no turn runs that began before, nothing
-    can be born there any more; what it shares goes over, and is the base of a later merge; only
-    then the target takes new ones.
+    can be born there any more; what was deleted there is removed, and what it shares goes over,
+    which is the base of a later merge; only then the target takes new ones. No session is copied
+    for that, for the source serves those that it has.
     """
     if queries.owes_opening(move):
         return stay(move, clock)
@@ -72,7 +73,9 @@ def _await_older(move: TenantMigration, clock: Clock) -> Outcome:
             settled = tenants.mark_lapsed(proof.lapsed, now=now)
         if settled:
             note = "Nothing can be born at the source any more"
-            return Wait(note=note, changes={"waiting_for": "", **common.at_stage("")})
+            # None of them counts as passed: each is looked up, whatever the last sweep counted.
+            behind = {"done": 0, **common.at_stage("gone")}
+            return Wait(note=note, changes={"waiting_for": "", **behind})
         return Wait(0.2)
     missing = [word.name for word in proof.instances if word.state in ("missing", "draining")]
     if (now - move.split_at).total_seconds() > move.drain_bound_seconds:
