@@ -86,6 +86,8 @@ class Config:
     streaming: int = 15
     slow: int = 8
     cancelled: int = 8
+    # New conversations in 100 turns, once a client has enough of them.
+    born: int = 5
     # Deletions in 100 turns, of conversations that the client began itself.
     deleted: int = 2
     # The process ends by itself after so many turns. None: at SIGTERM.
@@ -198,7 +200,7 @@ class Fleet:
         own = f"{self.config.name}-{os.getpid()}-{number}"
         born = 0
         while not self.stopping.is_set() and not self._used_up():
-            if not known or born < talk.sessions or dice.random() < 0.05:
+            if not known or born < talk.sessions or dice.randrange(100) < self.config.born:
                 born += 1
                 pair = (f"u-{own}-{born % 3}", f"s-{own}-{born}")
                 if not await self._create(talk.tenant, *pair):

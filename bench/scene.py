@@ -145,11 +145,12 @@ class Scene:
         think_seconds: float,
         turns: int | None = None,
         longest_turn_seconds: float = 30.0,
+        born: int = 5,
     ) -> list[Process]:
         """Return agent processes, each an instance of every cell with clients of every tenant.
 
         A conversation has one client for good, so its journal is in order. With `turns` each
-        process ends after so many.
+        process ends after so many. `born` conversations in 100 turns are new.
         """
         made = []
         for number, name in enumerate(names):
@@ -173,6 +174,7 @@ class Scene:
                 think_seconds=think_seconds,
                 turns=turns,
                 longest_turn_seconds=longest_turn_seconds,
+                born=born,
                 # One hears of a placement long after another: the cells have to refuse it.
                 placement_seconds=0.5 + 2.5 * number,
                 seed=number,

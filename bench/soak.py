@@ -44,14 +44,21 @@ FLEETS = ("agents-1", "agents-2")
 MOVE_AT, BACK_AT, AGAIN_AT = 0.10, 0.40, 0.65
 # In split mode: before the first move, its rollback, the move that is aborted, its abort, the last.
 SPLIT_AT = (0.10, 0.30, 0.45, 0.60, 0.75)
+# New conversations in 100 turns; a split is about those.
+BORN = {"fence": 5, "split": 15}
 # The move that is aborted lets the tenant talk in its split for at least this part of all turns.
 SPLIT_FOR = 0.10
 # How long known sessions are waited for at most: with clients that never rest, that is how long.
 # The move that is aborted waits for longer than its turns take.
 IDLE_BOUND_SECONDS, IDLE_SECONDS = 8.0, 2.0
 # Who is killed after how many seconds, at least and at most. An agent's death holds every fence
-# for its lease and its longest turn, so agents die less often.
-KILLS = {("web", "prompt", "bulk", "beat"): (3.0, 9.0), FLEETS: (50.0, 80.0)}
+# for its lease and its longest turn, so agents die less often. Three splits take long enough as
+# it is: a killed worker costs each the same lease.
+OURS = ("web", "prompt", "bulk", "beat")
+KILLS = {
+    "fence": {OURS: (3.0, 9.0), FLEETS: (50.0, 80.0)},
+    "split": {OURS: (8.0, 20.0), FLEETS: (60.0, 100.0)},
+}
 # Before the same process is killed again.
 REST_SECONDS = 12.0
 PACE_PER_SECOND = 30.0
@@ -354,10 +361,12 @@ class Soak:
                 tokens=tokens,
                 think_seconds=0.0,
                 longest_turn_seconds=LONGEST_TURN_SECONDS,
+                born=BORN[self.mode],
             )
         )
         now = time.monotonic()
-        self._next = {names: now + self.dice.uniform(*KILLS[names]) for names in KILLS}
+        kills = KILLS[self.mode].items()
+        self._next = {names: now + self.dice.uniform(*span) for names, span in kills}
 
     def _move(
         self, *, soak_seconds: float, idle_bound_seconds: float = IDLE_BOUND_SECONDS
@@ -424,7 +433,7 @@ class Soak:
         for names, at in self._next.items():
             if at > now:
                 continue
-            self._next[names] = now + self.dice.uniform(*KILLS[names])
+            self._next[names] = now + self.dice.uniform(*KILLS[self.mode][names])
             name = self.dice.choice(names)
             # It must have come to work since it died last.
             if now - self._died.get(name, 0.0) > REST_SECONDS:

@@ -1,7 +1,7 @@
-"""A thousand turns through a whole move, between real processes on PostgreSQL and Redis.
+"""A thousand turns through a whole move, and some through a split, between real processes.
 
-Two agent processes talk to three tenants; one of these is moved between two databases. Turns
-stream, call tools that take seconds, and are cancelled anywhere.
+On PostgreSQL and Redis, two agent processes talk to three tenants; one of these is moved between
+two databases. Turns stream, call tools that take seconds, and are cancelled anywhere.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +19,25 @@ from django.conf import settings
 from django.db import connection
 
 from bench.audit_events import Verdict, audit
+from bench.journal import read
 from bench.scene import Resident, Scene, start_move
 from bench.servers import free_port
 from durable.clock import database_now
-from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.domain.phases import ENDED, Mode, Phase
 from migrations_app.models import TenantMigration
 from platform_admin.processes import Supervisor, installation
+from tenants.models import PlacementChange
 
 pytestmark = pytest.mark.traffic
 FLEETS = ("agents-1", "agents-2")
 TURNS = 1_000
 # With kills: enough to talk through every phase.
 TURNS_WITH_KILLS = 500
+TURNS_OF_A_SPLIT = 400
+# Clients never rest: known sessions are waited for this long.
+IDLE_BOUND_SECONDS = 5.0
+# New conversations in 100 turns, for some to begin while the tenant is split.
+BORN = {Mode.FENCE: 5, Mode.SPLIT: 25}
 # Of the turns, those that must have been taken before the move starts.
 BEFORE = 150
 # Who is killed (-9) as soon as the move is seen in a phase.
@@ -51,6 +59,8 @@ class Outcome:
     verdict: Verdict
     # Events that each store acknowledged for the tenant that moved.
     by_store: dict[str, int]
+    # Sessions that the target acknowledged first, and had before it had all.
+    born: int
     restarts: dict[str, int]
 
 
@@ -62,7 +72,7 @@ def outcome(
     new_database: Callable[[], str],
     tmp_path: Path,
 ) -> Iterator[Outcome]:
-    turns, kills = request.param
+    turns, kills, mode = request.param
     scene = Scene(
         home=tmp_path,
         stores={
@@ -104,6 +114,7 @@ def outcome(
                 tokens=tokens,
                 think_seconds=0.0,
                 turns=turns // len(FLEETS),
+                born=BORN[mode],
             )
         )
         journals = [tmp_path / "journal" / f"{name}.jsonl" for name in FLEETS]
@@ -116,6 +127,9 @@ def outcome(
             reason="a thousand turns",
             soak_seconds=2,
             pace_per_second=20,
+            mode=mode,
+            idle_seconds=1.0,
+            idle_bound_seconds=IDLE_BOUND_SECONDS,
         )
 
         left = dict(kills)
@@ -127,18 +141,21 @@ def outcome(
             return move.phase in ENDED and not any(map(supervisor.running, FLEETS))
 
         _until(supervisor, over)
-        by_store: dict[str, int] = {}
-        for line in (line for path in journals for line in path.read_text().splitlines()):
-            if '"tenant":"acme"' in line and '"kind":"event"' in line:
-                for key in scene.stores:
-                    by_store[key] = by_store.get(key, 0) + (f'"store":"{key}"' in line)
+        told = [one for one in read(journals) if (one.tenant, one.kind) == ("acme", "event")]
+        flip = move.fence_opened_at.timestamp() if move.fence_opened_at is not None else 0.0
+        first = {one.session: one for one in reversed(told)}
+        born = sum(one.store == "store-eu1-b" and one.at < flip for one in first.values())
         yield Outcome(
-            move, audit(scene.journals, scene.homes()), by_store, dict(supervisor.restarts)
+            move,
+            audit(scene.journals, scene.homes()),
+            Counter(one.store for one in told),
+            born,
+            dict(supervisor.restarts),
         )
 
 
 @pytest.mark.timeout(2 * WITHIN_SECONDS)
-@pytest.mark.parametrize("outcome", [(TURNS, {})], indirect=True, ids=["calm"])
+@pytest.mark.parametrize("outcome", [(TURNS, {}, Mode.FENCE)], indirect=True, ids=["calm"])
 def test_a_thousand_turns_through_a_move_lose_and_double_nothing(outcome: Outcome) -> None:
     move, verdict = outcome.move, outcome.verdict
     assert move.phase == Phase.DONE, move.failure
@@ -156,7 +173,9 @@ def test_a_thousand_turns_through_a_move_lose_and_double_nothing(outcome: Outcom
 
 
 @pytest.mark.timeout(2 * WITHIN_SECONDS)
-@pytest.mark.parametrize("outcome", [(TURNS_WITH_KILLS, KILLS)], indirect=True, ids=["killed"])
+@pytest.mark.parametrize(
+    "outcome", [(TURNS_WITH_KILLS, KILLS, Mode.FENCE)], indirect=True, ids=["killed"]
+)
 def test_worker_beat_and_web_killed_under_traffic_lose_and_double_nothing(
     outcome: Outcome,
 ) -> None:
@@ -167,6 +186,30 @@ def test_worker_beat_and_web_killed_under_traffic_lose_and_double_nothing(
     assert verdict.examples == []
     assert verdict.clean, str(verdict)
     assert verdict.failed == 0
+
+
+@pytest.mark.timeout(2 * WITHIN_SECONDS)
+@pytest.mark.parametrize(
+    "outcome", [(TURNS_OF_A_SPLIT, {}, Mode.SPLIT)], indirect=True, ids=["split"]
+)
+def test_a_tenant_that_splits_under_traffic_loses_and_doubles_nothing(outcome: Outcome) -> None:
+    move, verdict = outcome.move, outcome.verdict
+    assert move.phase == Phase.DONE, move.failure
+    assert move.split_placement_version is not None
+    assert outcome.born > 0
+    assert outcome.restarts == {}
+    assert verdict.examples == []
+    assert verdict.clean, str(verdict)
+    assert verdict.failed == 0
+    assert verdict.spoken > 0
+    # Before it, only new sessions were, for as long as older turns might have begun one.
+    assert move.fence_opened_at is not None
+    split_at = PlacementChange.objects.get(
+        placement_version=move.split_placement_version
+    ).at.timestamp()
+    begin, end = move.started_at.timestamp(), move.fence_opened_at.timestamp() + SLACK_SECONDS
+    assert begin < split_at < end
+    assert verdict.refused_outside("acme", begin, end) == 0
 
 
 def _until(supervisor: Supervisor, true: Callable[[], bool]) -> None:
