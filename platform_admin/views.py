@@ -27,6 +27,7 @@ from migrations_app.views_channels import tenant_channels_context
 from migrations_app.views_rehearsals import rehearsals_context
 from platform_admin.strip import signals as read_signals
 from tenants import panels as tenants
+from tenants.domain.names import check_address_from
 from tenants.domain.roles import Role
 from tenants.domain.words import ago, counted
 from tenants.models import Store
@@ -193,11 +194,21 @@ def store_services(request: HttpRequest, key: str) -> HttpResponse:
             now=database_now(),
         )
     except Refused as refusal:
-        return _store_page(request, found, refused=said(refusal), given=given)
+        kept = {name: text if _is_reference(text) else "" for name, text in given.items()}
+        return _store_page(request, found, refused=said(refusal), given=kept)
     return redirect("store", key=key)
 
 
 BESIDE = ("artifacts_from", "memory_from")
+
+
+def _is_reference(text: str) -> bool:
+    """Whether a text may be shown: somebody may have pasted an address with its password."""
+    try:
+        check_address_from(text)
+    except Refused:
+        return False
+    return True
 
 
 def _store(key: str) -> Store:
