@@ -268,7 +268,7 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
         taken = artifacts.remove_copied(move, "source", timer=timer)
         if not taken.finished:
             return Wait(changes=common.at_stage("", taken.cursor))
-        return Wait(changes=common.at_stage("sessions"))
+        move.stage, move.cursor_user, move.cursor_session = "sessions", *START
     with copying.opened(move, move.source_store) as source:
         source.take(mover=True, agents=False)
         swept = copying.offboard(move, source, meter=meter, timer=timer)

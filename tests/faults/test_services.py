@@ -131,7 +131,7 @@ def test_a_replay_that_takes_several_steps_gets_through(
 ) -> None:
     with across.source.connection() as connection:
         across.source.add_session(connection, APP, "u-1", "s-long", 60)
-    monkeypatch.setattr(ports.mixed, "REPLAY_SECONDS", 0.4)
+    monkeypatch.setattr(ports.mixed, "REPLAY_SECONDS", 0.05)
     across.start(offboard_automatically=False)
     across.run(until=Phase.SOAK)
     assert held(across, "target") == held(across, "source")

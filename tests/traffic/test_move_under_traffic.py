@@ -33,7 +33,8 @@ FLEETS = ("agents-1", "agents-2")
 TURNS = 1_000
 # With kills: enough to talk through every phase.
 TURNS_WITH_KILLS = 500
-TURNS_OF_A_SPLIT = 400
+# Enough for some to come while the tenant is split, on a quick machine too.
+TURNS_OF_A_SPLIT = 1_000
 # Clients never rest: known sessions are waited for this long.
 IDLE_BOUND_SECONDS = 5.0
 # New conversations in 100 turns, for some to begin while the tenant is split.

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.django_db
 def silent(files: World) -> RuntimeInstance:
     """The instance that keeps the move's fence from closing, silent for a minute by now."""
     [one] = scene.instances(files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"])
-    scene.instances(files.cast.other_cell, ["eu1-b-1"], now=files.clock(), stores=["store-eu1-b"])
+    [there] = scene.instances(
+        files.cast.other_cell, ["eu1-b-1"], now=files.clock(), stores=["store-eu1-b"]
+    )
+    # It has heard of the tenant that will come.
+    scene.said(there, at=files.clock(), version=1_000)
     files.start()
     files.run(until=Phase.BACKFILL)
     for _ in range(20):
