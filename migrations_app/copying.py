@@ -22,6 +22,7 @@ from durable.errors import Refused
 from migrations_app import merging, ports, queries
 from migrations_app.domain.mismatch import Difference, Looks
 from migrations_app.domain.phases import REVERSED
+from migrations_app.domain.stopwatch import Stopwatch
 from migrations_app.models import Mismatch, Sample, SessionStamp, TenantMigration
 from migrations_app.ports.base import (
     Copied,
@@ -31,6 +32,7 @@ from migrations_app.ports.base import (
     SessionStore,
     SharedRow,
     Stamp,
+    same,
     shared_pages,
 )
 from tenants.models import Cell, Store
@@ -69,24 +71,15 @@ class Timer:
 
 
 @dataclass
-class Meter:
+class Meter(Stopwatch):
     """What one step did and how long it took, folded into the move's rates."""
 
     copied: int = 0
     compared: int = 0
     deleted: int = 0
     changed: int = 0
-    spent: dict[str, float] = field(default_factory=dict)
-    count: dict[str, int] = field(default_factory=dict)
     # Further columns of the move that a sweep knows at its end.
     columns: dict[str, Any] = field(default_factory=dict)
-
-    @contextmanager
-    def timing(self, what: str, count: int) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - begun
-        self.count[what] = self.count.get(what, 0) + count
 
     def rate(self, what: str, known: float | None, least: int = 20) -> float | None:
         """Return things per second, smoothed over what is known; unchanged on thin evidence."""
@@ -400,13 +393,6 @@ def _verdicts(
         else:
             differ.append(key)
     return equal, name(move, source, target, differ), moved_on
-
-
-def same(ours: Digest | None, theirs: Digest | None) -> bool:
-    """Return whether two digests are of equal sessions, whatever their stamps."""
-    if ours is None or theirs is None:
-        return ours is theirs
-    return (ours.state, ours.events) == (theirs.state, theirs.events)
 
 
 def name(
@@ -980,16 +966,17 @@ def settle_shared(
         rows = source.shared_page(after, PAGE)
         with meter.timing("shared", len(rows)):
             there = target.shared([row.user_id for row in rows]) if rows else {}
-            differ = [
-                row
-                for row in rows
-                if not ports.same_shared(source, target, row, there.get(row.user_id))
-            ]
             if split and write:
-                merging.merge(move, source, target, rows, clock)
+                merging.merge(move, source, target, rows, there, clock)
             elif split:
                 differ = merging.unmerged(move, rows, there)
-            elif write:
+            else:
+                differ = [
+                    row
+                    for row in rows
+                    if not ports.same_shared(source, target, row, there.get(row.user_id))
+                ]
+            if write and not split:
                 # {} may stand for a row that is not there: equal to look at, but ADK's next
                 # append_event raises without the row. So these are written in any case.
                 empty = [row for row in rows if row.state == "{}" and row not in differ]
@@ -1123,7 +1110,7 @@ def _repair_shared(
     ours = source.shared([user_id]).get(user_id)
     if queries.split_live(move):
         rows = [ours] if ours is not None else []
-        merging.merge(move, source, target, rows, clock)
+        merging.merge(move, source, target, rows, target.shared([user_id]), clock)
         equal = not merging.unmerged(move, rows, target.shared([user_id]))
     else:
         if ours is None:

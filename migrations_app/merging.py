@@ -47,17 +47,20 @@ def merge(
     read: SessionStore,
     written: SessionStore,
     rows: Sequence[SharedRow],
+    there: Mapping[str | None, SharedRow],
     clock: Clock,
 ) -> int:
     """Bring what the read side has changed since the base to the written side.
 
-    Agents may write the latter meanwhile, and the former is closed. Returns how many rows had
-    changed. May be repeated after any crash. Raises StillWritten.
+    `there` is what the written side had of these users a moment ago: agents may write it
+    meanwhile, and the read side is closed. Returns how many rows had changed. May be repeated
+    after any crash. Raises StillWritten.
     """
     bases = _bases(move, [row.user_id for row in rows])
     changed = [row for row in rows if _changed(row, bases)]
     for row in changed:
-        decided = _merge_row(read, written, row, bases.get(row.user_id, {}))
+        found = there.get(row.user_id)
+        decided = _merge_row(read, written, row, found, bases.get(row.user_id, {}))
         if decided is None:
             continue
         with holding(move) as locked:
@@ -80,7 +83,11 @@ def unmerged(
 
 
 def _merge_row(
-    read: SessionStore, written: SessionStore, row: SharedRow, base: Mapping[str, str]
+    read: SessionStore,
+    written: SessionStore,
+    row: SharedRow,
+    found: SharedRow | None,
+    base: Mapping[str, str],
 ) -> dict[str, bool] | None:
     """Return which keys both sides had changed, and whether the written side's value was kept.
 
@@ -91,7 +98,6 @@ def _merge_row(
     known = {key: base.get(spell(key)) for key in mine}
     changed = {key for key, digest in mine.items() if known[key] != digest}
     for _ in range(TRIES):
-        found = written.shared([row.user_id]).get(row.user_id)
         theirs = _state(found)
         other = _digests(theirs)
         both = {key for key in changed if other.get(key) not in (known[key], mine[key])}
@@ -102,6 +108,8 @@ def _merge_row(
             return None
         if written.replace_shared(merged, found.state if found is not None else "{}"):
             return kept
+        # Written meanwhile: merged once more, with what is there now.
+        found = written.shared([row.user_id]).get(row.user_id)
     whose = "the app's" if row.user_id is None else f"{row.user_id}'s"
     raise StillWritten(f"Agents keep changing {whose} shared state while it is merged.")
 

@@ -24,6 +24,7 @@ from durable.errors import Refused
 from durable.machine import Overtaken
 from migrations_app import ports
 from migrations_app.domain.phases import ENDED, Mode
+from migrations_app.domain.stopwatch import Stopwatch
 from migrations_app.domain.values import SCRATCH, Layout
 from migrations_app.models import Rehearsal, Scratch, TenantMigration
 from migrations_app.ports.base import (
@@ -33,6 +34,7 @@ from migrations_app.ports.base import (
     SessionStore,
     StoreBusy,
     StoreRefused,
+    same,
 )
 from migrations_app.preflight import Preflight, between_stores
 from tenants import queries as tenants_queries
@@ -100,8 +102,8 @@ def _checked(tenant: Tenant, home: Store, target: Store) -> Preflight:
     return found
 
 
-@dataclass
-class _Measured:
+@dataclass(kw_only=True)
+class _Measured(Stopwatch):
     """What a sample said, while it is copied and afterwards."""
 
     wanted: int
@@ -113,18 +115,8 @@ class _Measured:
     refused: list[str] = field(default_factory=list)
     # What else a person should know.
     notes: list[str] = field(default_factory=list)
-    # Seconds and things by what was done: copy, compare, shared.
-    spent: dict[str, float] = field(default_factory=dict)
-    count: dict[str, int] = field(default_factory=dict)
     scan_seconds: float | None = None
     mark_seconds: float | None = None
-
-    @contextmanager
-    def timing(self, what: str, count: int) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - begun
-        self.count[what] = self.count.get(what, 0) + count
 
     def rate(self, what: str) -> float | None:
         """Return things per second; None where none were done."""
@@ -242,7 +234,7 @@ def _copy(
             ours, theirs = ports.digests_of_both(source, target, copied)
         for key, stamps in batch.copied.items():
             mine, other = ours.get(key), theirs.get(key)
-            if mine is not None and mine[:2] == (other or ())[:2]:
+            if mine is not None and same(mine, other):
                 kept.equal += 1
             elif mine is None or mine.stamp != stamps.source:
                 kept.moved_on += 1

@@ -70,6 +70,13 @@ class Digest(NamedTuple):
     stamp: Stamp  # read in the same snapshot
 
 
+def same(ours: Digest | None, theirs: Digest | None) -> bool:
+    """Return whether two digests are of equal sessions, whatever their stamps."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    return (ours.state, ours.events) == (theirs.state, theirs.events)
+
+
 class Copied(NamedTuple):
     """The stamps on both sides in the transactions of the copy."""
 
