@@ -72,7 +72,7 @@ def waited_for(move: TenantMigration, *, now: datetime) -> frozenset[int]:
     cell, _ = _fenced(move)
     if move.phase in (Phase.DRAIN, Phase.REVERSE_DRAIN) and move.fence_version is not None:
         proof = tenants_queries.fence_proof(cell, move.tenant, move.fence_version, now=now)
-        words = [word for word in proof.instances if word.state in ("missing", "draining")]
+        words = list(proof.missing)
     elif move.phase == Phase.BACKFILL or (
         move.phase == Phase.SOAK and move.rollback_requested_at is not None
     ):

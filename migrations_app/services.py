@@ -171,11 +171,8 @@ def start(
         with transaction.atomic():
             # Held until the row is there: nobody gives the tenant to a customer in between.
             fresh = Tenant.objects.select_for_update().get(pk=tenant.pk)
-            if rehearsal and not fresh.internal:
-                raise NotInternal(
-                    f"{tenant} may have customers: a whole move is rehearsed on an internal tenant."
-                    f" Rehearse a copy of {tenant} instead."
-                )
+            if rehearsal:
+                _check_internal(fresh)
             move.save()
             # Now no other move lives. One may have, and ended, while both stores were looked at.
             home = Placement.objects.select_related("cell", "store").get(tenant=tenant)
@@ -217,12 +214,8 @@ def rehearse_move(
     }
     if taken := sorted(set(options) & set(fixed)):
         raise InvalidOption(f"A rehearsal does not choose {', '.join(taken)}.")
-    if not tenant.internal:
-        # Before two stores are looked at for nothing; looked at once more as it starts.
-        raise NotInternal(
-            f"{tenant} may have customers: a whole move is rehearsed on an internal tenant."
-            f" Rehearse a copy of {tenant} instead."
-        )
+    # Before two stores are looked at for nothing; looked at once more as it starts.
+    _check_internal(tenant)
     return start(
         tenant,
         target_cell=target_cell,
@@ -231,6 +224,14 @@ def rehearse_move(
         reason=reason,
         **{**options, **fixed},
     )
+
+
+def _check_internal(tenant: Tenant) -> None:
+    if not tenant.internal:
+        raise NotInternal(
+            f"{tenant} may have customers: a whole move is rehearsed on an internal tenant."
+            f" Rehearse a copy of {tenant} instead."
+        )
 
 
 def pause(

@@ -11,8 +11,7 @@ from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from migrations_app.preflight import way_back
 from migrations_app.steps import common
-from tenants import queries as tenants_queries
-from tenants.domain.words import counted, duration, limit
+from tenants.domain.words import counted, duration
 
 # The columns of a fence before it is closed.
 NO_FENCE: dict[str, Any] = {
@@ -40,17 +39,14 @@ def roll_back(move: TenantMigration, clock: Clock) -> Outcome:
     if not split and (count := queries.open_mismatches(move)):
         return common.waiting(move, f"{counted(count, 'late write')} to be settled")
     quote = queries.fence_quote(move, now=now)
-    if quote.worst > move.budget_seconds:
-        longest, most = duration(quote.worst), limit(move.budget_seconds)
-        return common.waiting(move, f"a shorter fence: up to {longest}, budget {most}")
+    if worst := common.too_long(move, quote):
+        return common.waiting(move, worst)
     with copying.opened(move, move.target_store) as target:
         if not target.can_close():
             # A trigger was dropped: the store would take late writers behind a closed fence.
             target.provision()
-    slow = tenants_queries.fence_waits_for(move.target_cell, now=now)
-    if slow:
-        names = ", ".join(word.name for word in slow)
-        return common.waiting(move, f"instances to poll at the fast cadence: {names}", seconds=0.2)
+    if slow := common.not_hurried(move.target_cell, now):
+        return common.waiting(move, slow, seconds=0.2)
     return Go(
         Phase.REVERSE_DRAIN,
         f"Rolling back: expected {duration(quote.expected)}, at most {duration(quote.worst)}",

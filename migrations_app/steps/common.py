@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from durable.driver import Clock
@@ -18,6 +18,7 @@ from migrations_app.domain.phases import (
     onward,
     way_out,
 )
+from migrations_app.domain.quote import Quote
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     START,
@@ -26,7 +27,10 @@ from migrations_app.ports.base import (
     SessionStore,
     SharedRow,
 )
+from tenants import queries as tenants_queries
 from tenants import services as tenants
+from tenants.domain.words import duration, limit
+from tenants.models import Cell
 
 # Each pass asks runtimes' reports to be kept this far ahead; they only feed the forecast.
 TRACKED = timedelta(hours=1)
@@ -164,6 +168,21 @@ def waiting(move: TenantMigration, what: str, *, seconds: float = 1.0) -> Wait:
     return Wait(seconds, changes={} if what == move.waiting_for else {"waiting_for": what})
 
 
+def too_long(move: TenantMigration, quote: Quote) -> str:
+    """Return that the fence would outlast its budget, as what is waited for; "" otherwise."""
+    if quote.worst <= move.budget_seconds:
+        return ""
+    longest, most = duration(quote.worst), limit(move.budget_seconds)
+    return f"a shorter fence: up to {longest}, budget {most}"
+
+
+def not_hurried(cell: Cell, now: datetime) -> str:
+    """Return, as what is waited for, who does not poll at the fast cadence yet; "" nobody."""
+    slow = tenants_queries.fence_waits_for(cell, now=now)
+    names = ", ".join(word.name for word in slow)
+    return f"instances to poll at the fast cadence: {names}" if slow else ""
+
+
 def past(move: TenantMigration, clock: Clock) -> Go | None:
     """Return the way out if the fence's deadline is over."""
     if move.deadline_at is None or clock() < move.deadline_at:
@@ -186,7 +205,7 @@ def forward(move: TenantMigration) -> Phase:
 def stages(
     move: TenantMigration,
     timer: Timer,
-    stages: Sequence[str],
+    names: Sequence[str],
     work: Callable[[str, Meter], copying.Swept],
 ) -> tuple[dict[str, Any], bool]:
     """Run stages from the move's own on until the time is up or the last is through.
@@ -198,8 +217,8 @@ def stages(
     while True:
         meter = Meter()
         swept = work(move.stage, meter)
-        last = move.stage == stages[-1]
-        then = move.stage if last else stages[stages.index(move.stage) + 1]
+        last = move.stage == names[-1]
+        then = move.stage if last else names[names.index(move.stage) + 1]
         changes |= after_sweep(move, meter, swept, then=then).changes
         for name, value in changes.items():
             setattr(move, name, value)

@@ -116,14 +116,14 @@ def _await_proof(move: TenantMigration, clock: Clock) -> Outcome | None:
             return None
         waited = (now - move.fence_closed_at).total_seconds()
         if waited > move.drain_bound_seconds:
-            missing = [w.name for w in proof.instances if w.state in ("missing", "draining")]
+            missing = [word.name for word in proof.missing]
             return common.out(
                 move,
                 f"Not drained after {limit(move.drain_bound_seconds)}: {proof.in_flight} turns in"
                 f" flight, waiting for {', '.join(missing) or 'nobody'}",
             )
         if time.monotonic() >= until:
-            missing = [w.name for w in proof.instances if w.state in ("missing", "draining")]
+            missing = [word.name for word in proof.missing]
             return common.waiting(move, f"{', '.join(missing)} to drain", seconds=0.0)
         time.sleep(POLL_SECONDS)
 

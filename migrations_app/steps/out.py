@@ -6,9 +6,7 @@ from durable.driver import Clock, holding
 from durable.machine import Go, Outcome, Wait
 from migrations_app import artifacts, copying
 from migrations_app.copying import Timer
-from migrations_app.domain.phases import (
-    Phase,
-)
+from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from migrations_app.steps import common
 from tenants import services as tenants

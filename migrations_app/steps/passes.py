@@ -11,9 +11,7 @@ from durable.driver import Clock, holding
 from durable.machine import Go, Outcome, Wait
 from migrations_app import channels, copying, pacing, queries
 from migrations_app.copying import Meter, Timer
-from migrations_app.domain.phases import (
-    Phase,
-)
+from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     GuardTaken,
@@ -21,9 +19,8 @@ from migrations_app.ports.base import (
     SharedRow,
 )
 from migrations_app.steps import common
-from tenants import queries as tenants_queries
 from tenants import services as tenants
-from tenants.domain.words import counted, duration, limit
+from tenants.domain.words import counted, duration
 
 # A last pass younger than this is fresh enough to close the fence on.
 FRESH_SECONDS = 5.0
@@ -220,9 +217,7 @@ def may_close(move: TenantMigration, clock: Clock) -> Outcome:
         common.hurry(move, now)
     if age >= FRESH_SECONDS + took:
         return Wait(changes=common.at_stage(""))
-    if quote.worst > move.budget_seconds:
-        longest, most = duration(quote.worst), limit(move.budget_seconds)
-        worst = f"a shorter fence: up to {longest}, budget {most}"
+    if worst := common.too_long(move, quote):
         if age < max(1, took):
             return common.waiting(move, worst)
         return Wait(changes=common.at_stage(""))
@@ -234,10 +229,8 @@ def may_close(move: TenantMigration, clock: Clock) -> Outcome:
             source.provision()
     if older:
         return common.waiting(move, f"transactions older than the guard: {', '.join(older)}")
-    slow = tenants_queries.fence_waits_for(move.source_cell, now=now)
-    if slow:
-        names = ", ".join(word.name for word in slow)
-        return common.waiting(move, f"instances to poll at the fast cadence: {names}", seconds=0.2)
+    if slow := common.not_hurried(move.source_cell, now):
+        return common.waiting(move, slow, seconds=0.2)
     return Go(
         Phase.DRAIN,
         f"Fence closes: expected {duration(quote.expected)}, at most {duration(quote.worst)}",

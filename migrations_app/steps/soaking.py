@@ -11,9 +11,7 @@ from durable.machine import Go, Outcome, Wait
 from migrations_app import artifacts, copying, queries
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.mismatch import Looks
-from migrations_app.domain.phases import (
-    Phase,
-)
+from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     START,

@@ -77,7 +77,7 @@ def _await_older(move: TenantMigration, clock: Clock) -> Outcome:
             behind = {"done": 0, **common.at_stage("gone")}
             return Wait(note=note, changes={"waiting_for": "", **behind})
         return Wait(0.2)
-    missing = [word.name for word in proof.instances if word.state in ("missing", "draining")]
+    missing = [word.name for word in proof.missing]
     if (now - move.split_at).total_seconds() > move.drain_bound_seconds:
         # New sessions are refused meanwhile: that may not last.
         bound = limit(move.drain_bound_seconds)

@@ -72,6 +72,11 @@ class Proof:
     lapsed: tuple[int, ...]
     in_flight: int
 
+    @property
+    def missing(self) -> tuple[InstanceWord, ...]:
+        """Those that are waited for: they have not heard, or turns still run in them."""
+        return tuple(word for word in self.instances if word.state in ("missing", "draining"))
+
 
 class Leased(Protocol):
     """What a lapse is judged by: an instance's row, or its facts."""

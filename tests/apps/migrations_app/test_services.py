@@ -445,7 +445,7 @@ def test_an_instance_that_never_acknowledges_aborts_the_move_by_itself(
 ) -> None:
     monkeypatch.setattr("migrations_app.steps.fence.POLL_FOR_SECONDS", 0.0)
     monkeypatch.setattr(
-        "migrations_app.steps.passes.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
+        "migrations_app.steps.common.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
     )
     scene.instances(files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"])
     _listening(files)
@@ -466,7 +466,7 @@ def test_a_turn_that_outlasts_the_drain_bound_aborts_the_move(
 ) -> None:
     monkeypatch.setattr("migrations_app.steps.fence.POLL_FOR_SECONDS", 0.0)
     monkeypatch.setattr(
-        "migrations_app.steps.passes.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
+        "migrations_app.steps.common.tenants_queries.fence_waits_for", lambda *args, **kwargs: []
     )
     [row] = scene.instances(files.cast.cell, ["eu1-a-1"], now=files.clock(), stores=["store-eu1-a"])
     _listening(files)
