@@ -12,6 +12,7 @@ import inspect
 import logging
 import sqlite3
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,7 +96,7 @@ class Loop:
             self._loop.close()
 
 
-class ServiceLink:
+class ServiceLink(ABC):
     """A handle's service and its loop."""
 
     kind = "adk-service"
@@ -120,9 +121,9 @@ class ServiceLink:
             self._end()
             raise
 
+    @abstractmethod
     def begin(self) -> None:
         """Make the first call, which connects; what it reads is for a guard to say."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Close the service, where it can be, and end the loop."""
