@@ -52,6 +52,7 @@ INSTALLED_APPS = [
     "django_htmx",
     "csp",
     "tenants",
+    "capacity",
     "migrations_app",
     "platform_admin",
 ]

@@ -33,6 +33,8 @@ class Cell(models.Model):
     document_version = models.PositiveBigIntegerField(default=0)
     # Model quota of the provider, tokens per minute. NULL: nobody has entered it.
     quota_tokens_per_minute = models.PositiveBigIntegerField(null=True, blank=True)
+    # The same in requests per minute; whichever binds first bounds the cell. NULL: not entered.
+    quota_requests_per_minute = models.PositiveBigIntegerField(null=True, blank=True)
     # NULL: the quota is only assumed, and no tenant may be placed here.
     quota_verified_at = models.DateTimeField(null=True, blank=True)
     quota_verified_by = models.CharField(max_length=150, blank=True, default="")
@@ -93,6 +95,11 @@ class Tenant(models.Model):
     created_at = models.DateTimeField(auto_now_add=True)
     # Ours, with no customer behind it: whole moves may be rehearsed on it.
     internal = models.BooleanField(default=False)
+    # Limits that are tried beside those that hold: counted, not enforced. NULL: no trial.
+    trial = models.ForeignKey("Scope", models.PROTECT, null=True, blank=True, related_name="+")
+    # Until when turns are refused because the daily budget is used up: the tenant's midnight.
+    # NULL, or past: it is not used up.
+    budget_spent_until = models.DateTimeField(null=True, blank=True)
     # Until when the sessions that runtimes report as served are kept (DirtyLine).
     # NULL: never asked for. Past: over; what was kept is swept.
     tracked_until = models.DateTimeField(null=True, blank=True)
@@ -211,7 +218,7 @@ class PlacementChange(models.Model):
 
 
 class Scope(models.Model):
-    """A version of one tenant's limits; the newest holds. Append-only."""
+    """A version of one tenant's limits; the newest that is no trial holds. Append-only."""
 
     tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="scopes")
     version = models.PositiveIntegerField()
@@ -222,6 +229,15 @@ class Scope(models.Model):
     max_model_calls_per_run = models.PositiveIntegerField(null=True, blank=True)
     # NULL: every tool of the agent is allowed.
     allowed_tools = models.JSONField(null=True, blank=True)
+    # True: the budget is looked at before every model call, not only before each turn.
+    exact_budget = models.BooleanField(default=False)
+    # As Tenant.tier and Tenant.weight were from this version on.
+    tier = models.CharField(
+        max_length=10, default=Tier.POOLED, choices=[(t.value, t.value) for t in Tier]
+    )
+    weight = models.FloatField(default=1.0)
+    # True: it never held; what it would have refused is counted while Tenant.trial names it.
+    trial = models.BooleanField(default=False)
     at = models.DateTimeField()
     by = models.CharField(max_length=150)
     reason = models.TextField(blank=True, default="")
@@ -325,6 +341,18 @@ class RuntimeInstance(models.Model):
     # Tenant slug -> running turns, read under the lock that admission takes; absent counts 0.
     in_flight = models.JSONField(default=dict)
     in_flight_older = models.JSONField(default=dict)
+    # What the instance may use of its tenants' limits (Grants) is numbered: the last number that
+    # was made for it, and the last that it has said it applies.
+    grants_number = models.PositiveBigIntegerField(default=0)
+    grants_heard = models.PositiveBigIntegerField(default=0)
+    # Until when it may use them in full; past it, the safe part. NULL: never answered a report.
+    grants_until = models.DateTimeField(null=True, blank=True)
+    # Whether its Runners are built ahead, so that gateways may send turns.
+    ready = models.BooleanField(default=False)
+    # What it says of its cache of Runners: size, evictions by cause, build times, bytes of one.
+    runners = models.JSONField(default=dict)
+    # Model endpoint -> what its circuit breaker does there.
+    breakers = models.JSONField(default=dict)
     # NULL: alive as far as we know. A gone instance is answered 410 and renews nothing.
     gone_at = models.DateTimeField(null=True, blank=True, db_index=True)
     # Empty while it is alive.
@@ -348,8 +376,31 @@ class RuntimeInstance(models.Model):
         return self.name
 
 
+class Grants(models.Model):
+    """What one instance may use of its tenants' limits: its share of each, and the safe part.
+
+    The newest is made only after the one before was heard, so an instance applies one of two;
+    whoever divides a limit counts the larger.
+    """
+
+    instance = models.OneToOneField(
+        RuntimeInstance, models.CASCADE, primary_key=True, related_name="grants"
+    )
+    # Tenant slug -> share, as sent. Number RuntimeInstance.grants_number.
+    shares = models.JSONField(default=dict)
+    # What may still be applied until `shares` is heard. Empty: it has been.
+    before = models.JSONField(default=dict)
+    made_at = models.DateTimeField()
+
+    def __str__(self) -> str:
+        return f"grants of {self.instance}"
+
+
 class UsageLine(models.Model):
-    """What one instance served one tenant in one minute, as reported. Append-only."""
+    """What one instance served one tenant in one minute, as reported.
+
+    Append-only but for the mark that it has been rolled up; swept some days after.
+    """
 
     instance = models.ForeignKey(RuntimeInstance, models.PROTECT, related_name="usage_lines")
     seq = models.PositiveBigIntegerField()
@@ -360,6 +411,10 @@ class UsageLine(models.Model):
     tokens = models.PositiveBigIntegerField(default=0)
     # Reason (rate, concurrency, quota, budget, draining) -> refused turns.
     refused = models.JSONField(default=dict)
+    # The same, of limits that are only tried: these turns were served.
+    would_refuse = models.JSONField(default=dict)
+    # When it was added to the ledger. NULL: not yet.
+    rolled_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         constraints = [
@@ -368,8 +423,12 @@ class UsageLine(models.Model):
                 fields=["instance", "seq", "tenant", "minute"], name="usage_line_once"
             )
         ]
-        # A tenant's page: its usage of the last hours.
-        indexes = [models.Index(fields=["tenant", "minute"], name="usage_of_a_tenant")]
+        indexes = [
+            # A tenant's page: its usage of the last hours.
+            models.Index(fields=["tenant", "minute"], name="usage_of_a_tenant"),
+            # The roll-up: what is not in the ledger yet.
+            models.Index(fields=["id"], condition=Q(rolled_at__isnull=True), name="usage_to_roll"),
+        ]
 
     def __str__(self) -> str:
         return f"{self.tenant} {self.minute:%H:%M}"
