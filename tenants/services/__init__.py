@@ -90,6 +90,7 @@ from tenants.services.registry import (
     set_store_services,
     verify_quota,
 )
+from tenants.services.usage import sweep_usage, take_usage
 
 __all__ = [
     "DIRTY_SWEPT_MOST",
@@ -163,6 +164,8 @@ __all__ = [
     "split",
     "split_anew",
     "sweep",
+    "sweep_usage",
+    "take_usage",
     "track",
     "unsplit",
     "verify_quota",

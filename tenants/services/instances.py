@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,7 +24,8 @@ from tenants.domain.fence import (
     has_lapsed,
     silence,
 )
-from tenants.domain.reports import Report, merged, verdict
+from tenants.domain.minutes import counted_minute
+from tenants.domain.reports import Report, Usage, merged, verdict
 from tenants.domain.versions import Version, parse
 from tenants.models import (
     AuditEntry,
@@ -470,7 +471,9 @@ def _keep_lines(row: RuntimeInstance, said: Report, now: datetime) -> None:
             tokens=line.tokens,
             refused=line.refused,
         )
-        for line in merged(one for one in said.usage if one.tenant in known)
+        for line in merged(
+            _in_its_minute(row, [one for one in said.usage if one.tenant in known], now)
+        )
     )
     DirtyLine.objects.bulk_create(
         DirtyLine(
@@ -479,6 +482,27 @@ def _keep_lines(row: RuntimeInstance, said: Report, now: datetime) -> None:
         for line in said.dirty
         if line.tenant in tracked
     )
+
+
+def _in_its_minute(row: RuntimeInstance, said: list[Usage], now: datetime) -> list[Usage]:
+    """Return the lines, each in the minute in which it counts."""
+    # None: its process had an id before, and brings what it could not report under that one.
+    heard_at = row.reported_at or (None if row.took_over else row.joined_at)
+    lines, wrong = [], []
+    for one in said:
+        minute = counted_minute(one.minute, heard_at=heard_at, now=now)
+        lines.append(replace(one, minute=minute))
+        if minute != one.minute.replace(second=0, microsecond=0):
+            wrong.append(one)
+    if wrong:
+        log.warning(
+            "%s has a wrong clock: %d lines of usage, such as one of %s, count in the minute in "
+            "which they came",
+            row.name,
+            len(wrong),
+            f"{wrong[0].minute:%Y-%m-%d %H:%M} UTC",
+        )
+    return lines
 
 
 def _check_version(name: str, cell: Cell, held: str, now: datetime) -> None:
