@@ -9,7 +9,7 @@
 `PolicyClient` keeps the process joined to its cell, its `Fence` lets turns in and counts them,
 `Host` runs a turn inside the fence over a google-adk Runner. In front of the cells `Placements`
 keeps where tenants live and `Gateway` finds the cell that serves a turn. `agent_runtime.adk` makes
-session services; it alone imports google-adk. Everything raised on purpose is of this tree:
+session services, and holds a turn to its tenant's limits; it alone imports google-adk. Everything raised on purpose is of this tree:
 
     AgentRuntimeError
     ├── RetryLater            may be sent again, after `retry_after_seconds`
@@ -49,6 +49,7 @@ from agent_runtime.errors import (
 from agent_runtime.fence import Fence, Turn, Word
 from agent_runtime.gateway import Gateway, Offer, Placement, Placements, Side
 from agent_runtime.host import Host
+from agent_runtime.keys import idempotency_key
 from agent_runtime.policy import Entry, Policy, Scope, Version
 from agent_runtime.transport import HttpTransport, Transport
 from agent_runtime.usage import Usage
@@ -88,4 +89,5 @@ __all__ = [
     "Word",
     "WrongRunner",
     "bucket",
+    "idempotency_key",
 ]

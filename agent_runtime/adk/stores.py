@@ -1,7 +1,4 @@
-"""All that a google-adk process needs: the Host, and session services for it.
-
-An extra: this module alone imports google-adk, and needs SQLAlchemy beside it.
-"""
+"""Session services for the Host's `stores`."""
 
 from __future__ import annotations
 
@@ -9,10 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from google.adk.sessions import DatabaseSessionService
-
-from agent_runtime.host import Host
-
-__all__ = ["Host", "sql_store"]
 
 # google-adk wants an async driver named in the address; people and tools write it without.
 _DRIVERS = {
