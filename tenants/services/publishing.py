@@ -282,6 +282,22 @@ def place(tenant: Tenant, *, cell: Cell, store: Store, by: str, reason: str, now
     return counter.placement_version
 
 
+def publish_part(cell: Cell, part: str, value: Any) -> int:
+    """Publish what a cell is told besides its tenants, one named part; return the policy version.
+
+    Inside the caller's transaction, which must exist. Other parts stay; what the cell was told
+    already raises no version.
+    """
+    assert_in_transaction()
+    [locked] = lock_cells({cell.pk})
+    if part in locked.document and locked.document[part] == value:
+        return locked.document_version
+    locked.document_version = _next_version(locked)
+    locked.document = locked.document | {part: value}
+    locked.save(update_fields=["document", "document_version"])
+    return locked.document_version
+
+
 @transaction.atomic
 def hurry(cells: Iterable[Cell], *, until: datetime) -> None:
     """Let the runtimes of these cells poll at the fast cadence until then.
