@@ -215,7 +215,7 @@ def channels_of(tenant: Tenant) -> QuerySet[SideChannel]:
 
 def may_call() -> Allowed:
     """Return what steps of side channels may call in this installation."""
-    return Allowed(settings.CHANNEL_MODULES, settings.CHANNEL_COMMANDS)
+    return Allowed(settings.CHANNEL_MODULES, settings.CHANNEL_COMMANDS, settings.CHANNEL_VARIABLES)
 
 
 def listed_channels(move: TenantMigration) -> QuerySet[MoveChannel]:
@@ -227,9 +227,13 @@ def channel_step(move: TenantMigration, row: MoveChannel) -> Step | None:
     """Return which step of a side channel is to be done in the move's phase. None: none.
 
     Inside the fence a channel whose copy left a cursor is copied once more, from there. On the
-    way back what a program brought over is brought back by it; a person's is theirs to judge.
+    way back what a program brought over is brought back by it; a person's is theirs to judge. Once
+    the target serves no program is called: it would put the source's older values over what agents
+    have written since. What is still open then is a person's.
     """
     if move.phase not in CARRIED:
+        return None
+    if move.phase == Phase.SOAK and _by_program(row):
         return None
     back, by_program = move.phase in REVERSED, row.channel.copy_by != StepBy.PERSON
     # What never went over has nothing to bring back; a required one has, and differed since.
@@ -242,6 +246,12 @@ def channel_step(move: TenantMigration, row: MoveChannel) -> Step | None:
     if row.verified_at is None and not (back and row.channel.verify_by == StepBy.PERSON):
         return Step.VERIFY
     return None
+
+
+def _by_program(row: MoveChannel) -> bool:
+    """Return whether a program does the next step of a side channel."""
+    by = row.channel.copy_by if row.copied_at is None else row.channel.verify_by
+    return by != StepBy.PERSON
 
 
 def channels_before_fence(move: TenantMigration) -> str:

@@ -119,6 +119,12 @@ DURABLE_STEP_SECONDS = DURABLE_LEASE_SECONDS * 2 / 3
 # How long a runtime may start turns without hearing from us (seconds).
 RUNTIME_LEASE_SECONDS = float(os.environ.get("RUNTIME_LEASE_SECONDS", "900"))
 
+# How long reported usage is kept once it is in the ledger (days): what an invoice is checked
+# against line by line.
+USAGE_LINES_KEPT_DAYS = float(os.environ.get("USAGE_LINES_KEPT_DAYS", "35"))
+# The same of the ledger's minutes. Its days are kept for good.
+USAGE_MINUTES_KEPT_DAYS = float(os.environ.get("USAGE_MINUTES_KEPT_DAYS", "100"))
+
 # What steps of side channels may call: modules, whose callables and those below them may be, and
 # a folder of programs. Neither is chosen on a page, so that nobody there runs what they like.
 CHANNEL_MODULES = [
@@ -132,6 +138,12 @@ CHANNEL_COMMANDS = (
     if os.environ.get("SWITCHYARD_CHANNEL_COMMANDS")
     else None
 )
+# Variables of ours that calls are given beside what any program needs (PATH, HOME, TZ, ...).
+CHANNEL_VARIABLES = [
+    name.strip()
+    for name in os.environ.get("SWITCHYARD_CHANNEL_VARIABLES", "").split(",")
+    if name.strip()
+]
 
 REDIS_URL = os.environ.get("REDIS_URL", "")
 CACHES = {

@@ -54,6 +54,7 @@ class ChannelLine:
     status: Status
     detail: str
     by: str
+    # When its program is called again. None: at once, or not in this phase.
     next_at: datetime | None
     steps: tuple[StepLine, ...]
     # What it keeps from happening while it is not green; "" nothing.
@@ -128,7 +129,7 @@ def _line(seen: Seen, row: MoveChannel) -> ChannelLine:
         status=STATES[state],
         detail=row.detail,
         by=row.by,
-        next_at=row.next_at,
+        next_at=row.next_at if due is not None else None,
         steps=steps,
         blocks=blocks,
     )
@@ -190,7 +191,11 @@ def check_dialog(seen: Seen, row: MoveChannel, step: Step, *, undo: bool, now: d
         return _uncheck_dialog(seen, row, step, program=program, now=now)
     sides = (move.source_store, move.target_store)
     here, there = reversed(sides) if seen.going_back else sides
-    instead = " You say so in place of its program, which is not called again." if program else ""
+    instead = ""
+    if program:
+        instead = " You say so in place of its program, which is not called for it any more."
+        if not seen.going_back:
+            instead += " A rollback calls it."
     lines = (
         ("What it is", about),
         ("From, to", f"{here} to {there}"),
@@ -209,9 +214,14 @@ def _uncheck_dialog(
     said = f"It counts as {DONE[step]} since {clock(at, now)}." if at else "It is not done."
     happens = f"{channel} counts as not {DONE[step]}"
     happens += "; its check is void too." if step is Step.COPY else "."
-    if program:
+    if program and seen.phase == Phase.SOAK:
+        happens += (
+            f" Its program is not called while {seen.move.target_store} serves: it would put older"
+            " values over what agents have written since."
+        )
+    elif program:
         happens += " Its program is called again."
-    elif channel.required:
+    elif channel.required and not seen.on_target:
         happens += f" {seen.move} waits for somebody to do it."
     lines = (("Now", said), ("Happens now", happens), ("Undo", "Check it off again."))
     title = f"Take back that {channel} is {DONE[step]}?"

@@ -1,7 +1,7 @@
 """Carrying out a step of a side channel: a callable or a command, in a process of its own.
 
-Bounded in time, ended with all that it started, and never by a shell. What may be called is
-chosen in the environment of this installation, not on a page.
+Bounded in time, ended with all that it started, and never by a shell. What may be called, and
+what it finds in its environment, is chosen in that of this installation, not on a page.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ SAFE = "switchyard: "
 SAFE_MAX = 200
 # How a program says "not now": sysexits' EX_TEMPFAIL.
 NOT_NOW = 75
-# Ours, and nobody else's business.
-WITHHELD = ("SECRET_KEY", "DATABASE_URL", "REDIS_URL")
+# What any program needs to run. All else of ours, stores' addresses among it, is nobody's business.
+GIVEN = frozenset({"HOME", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "PATH"})
+GIVEN |= {"SHELL", "TMPDIR", "TZ", "USER"}
+# So long a call that is out of time may take to be ended with all that it started (seconds).
+ENDING_SECONDS = 5.0
 
 
 class NotAllowed(Refused):
@@ -47,6 +50,8 @@ class Allowed:
 
     modules: Collection[str]
     commands: Path | None
+    # Names of our environment that calls find in theirs, beside what any program needs.
+    variables: Collection[str] = ()
 
 
 def check(by: str, text: str, may: Allowed) -> None:
@@ -92,7 +97,7 @@ def call(
     name. Raises NotAllowed; StepFailed, BadAnswer: it may be called again.
     """
     check(by, text, may)
-    environment = {name: value for name, value in os.environ.items() if name not in WITHHELD}
+    environment = _environment(may)
     if by == StepBy.CALLABLE:
         module, function = dotted(text)
         asked: dict[str, object] = {"module": module, "function": function, "context": {**context}}
@@ -113,6 +118,14 @@ def call(
     if code:
         raise StepFailed(f"It ended with exit code {code}{because or '.'}")
     return answer(said, step)
+
+
+def _environment(may: Allowed) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in GIVEN or name in may.variables or name.startswith("LC_")
+    }
 
 
 def _run(
@@ -140,12 +153,14 @@ def _run(
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        # Whatever it started ends with it; a killed worker's ends by itself (`channel_child`).
+        # Whatever it started ends with it, as a killed worker's does: see `channel_child`.
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        with suppress(BrokenPipeError):
-            process.stdin.close()
     output, errors = (end.lines() for end in ends)
     safe = [line for line in errors if line.startswith(SAFE)]
     shown = safe[-1].removeprefix(SAFE).strip()[:SAFE_MAX] if safe else ""
@@ -166,7 +181,7 @@ class _End:
                 self._kept = (self._kept + more)[-KEPT:]
 
     def lines(self) -> list[str]:
-        # A process that left the group may hold the stream open: not waited for.
+        # A process of another user may hold the stream open: not waited for.
         self._thread.join(1.0)
         text = self._kept.decode("utf-8", "replace")
         return [line.strip() for line in text.splitlines() if line.strip()]

@@ -39,6 +39,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: LazySetting
     """An index of vectors, a folder a store, with two at the source."""
     monkeypatch.setenv("VECTORS_ROOT", str(tmp_path))
     settings.CHANNEL_MODULES = ["tests.vectors"]
+    settings.CHANNEL_VARIABLES = ["VECTORS_ROOT"]
     for name in ("v-0", "v-1"):
         vector(tmp_path / "store-eu1-a" / name)
     return tmp_path

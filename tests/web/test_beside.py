@@ -136,6 +136,27 @@ def test_a_check_off_is_taken_back(beside: Moving, people: People, at: datetime)
     assert of(move, "logs").state == "open"
 
 
+def test_in_the_soak_a_programs_step_is_a_persons(
+    beside: Moving, people: People, at: datetime
+) -> None:
+    move = beside(Phase.SOAK)
+    row = of(move, "vectors")
+    row.failures, row.state, row.detail, row.next_at = 2, "failed", "Exit code 3: no room", at
+    row.save()
+    text = text_of(panel(people, move, "channels"))
+    # No program puts old values over what the target serves.
+    assert re.search(r"vectors required Failed – by a command", text)
+    assert "tried again" not in text
+    url = check(move, "vectors", "copy")
+    assert "which is not called for it any more" in text_of(
+        people.operator.get(url, headers=HTMX).content.decode()
+    )
+    channels.check_off(row, step="copy", note="by hand", by="olga", now=at)
+    html = people.operator.get(f"{url}?undo=1", headers=HTMX).content.decode()
+    assert "Its program is not called while store-" in text_of(html)
+    assert "is called again" not in text_of(html)
+
+
 def test_a_viewer_is_offered_no_word(beside: Moving, people: People) -> None:
     move = beside(Phase.BACKFILL)
     assert "Check off" not in panel(people, move, "channels")

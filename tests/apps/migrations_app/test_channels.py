@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: LazySettings
     monkeypatch.setenv("VECTORS_ROOT", str(tmp_path / "vectors"))
     settings.CHANNEL_MODULES = ["tests.vectors"]
     settings.CHANNEL_COMMANDS = tmp_path / "bin"
+    settings.CHANNEL_VARIABLES = ["VECTORS_ROOT"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "vectors").mkdir()
     return tmp_path
@@ -155,10 +157,16 @@ def test_what_is_no_answer_is_named(files: World, root: Path) -> None:
     assert run(files).detail.startswith('Its answer has no "state"')
 
 
-def test_a_call_has_none_of_our_own_secrets(files: World, root: Path) -> None:
+def test_a_call_has_nothing_of_ours_but_what_it_was_given_by_name(
+    files: World, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SECRET_KEY", "DATABASE_URL", "REDIS_URL"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    assert "STORE_EU1_A" in os.environ
     function(files, "environment")
     live(files)
-    assert run(files).detail == "holds nothing of ours"
+    assert run(files).detail == "holds PATH, LC_ALL, VECTORS_ROOT"
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -261,9 +269,29 @@ def test_what_a_command_leaves_running_ends_with_it(files: World, root: Path) ->
     assert gone(int(pids.read_text()))
 
 
-def test_a_call_ends_when_its_worker_is_killed(root: Path) -> None:
+# Leaves its session, and the shell that started it ends before it does: an orphan.
+ESCAPED = "setsid sh -c 'echo $$ >> {pids}; exec sleep 60' >/dev/null 2>&1 &\n"
+ESCAPED += "while [ ! -s {pids} ]; do sleep 0.01; done\n"
+
+
+@pytest.mark.parametrize("left", ["at its end", "out of time"])
+def test_what_leaves_its_session_ends_with_the_call(
+    files: World, root: Path, settings: LazySettings, left: str
+) -> None:
+    settings.DURABLE_LEASE_SECONDS = 3.0
     pids = root / "pids"
-    program(root, "slow", f"echo $$ > {pids}\nsleep 60")
+    ends = 'echo \'{"state": "done"}\'' if left == "at its end" else "sleep 60"
+    command(files, program(root, "escapes", f"({ESCAPED.format(pids=pids)})\n{ends}"))
+    live(files)
+    assert run(files).state == ("copied" if left == "at its end" else "failed")
+    assert gone(int(pids.read_text()))
+
+
+@pytest.mark.parametrize("escapes", [False, True])
+def test_a_call_ends_when_its_worker_is_killed(root: Path, escapes: bool) -> None:
+    pids = root / "pids"
+    text = f"({ESCAPED.format(pids=pids)})\nsleep 60" if escapes else f"echo $$ > {pids}\nsleep 60"
+    program(root, "slow", text)
     worker = subprocess.Popen(
         [
             sys.executable,
@@ -570,13 +598,13 @@ def fenced(files: World, root: Path) -> Callable[..., MoveChannel]:
 
     def make(phase: Phase, cursor: str = "v-1", **columns: Any) -> MoveChannel:
         chosen = {"copy_by": "callable", "copy_step": COPY, "verify_by": "callable"}
+        at = files.clock()
+        far = {"copied_at": at, "verified_at": at, "cursor": cursor}
+        far |= {name: columns.pop(name) for name in far if name in columns}
         register(files, **{**chosen, "verify_step": VERIFY, **columns})
         live(files)
         channels.list_channels(files.move)
-        at = files.clock()
-        MoveChannel.objects.update(
-            copied_at=at, verified_at=at, cursor=cursor, state=ChannelState.GREEN
-        )
+        MoveChannel.objects.update(**far, state=ChannelState.GREEN)
         files.clock.pass_by(10)
         TenantMigration.objects.update(
             phase=phase, fence_closed_at=files.clock(), fence_version=7, deadline_at=None
@@ -611,6 +639,8 @@ def test_a_copy_that_left_a_cursor_is_run_once_more_inside_the_fence(
             Phase.DELTA, "c", {"copy_by": "person", "copy_step": ""}, None, id="a person's"
         ),
         pytest.param(Phase.SOAK, "c", {}, None, id="soak"),
+        pytest.param(Phase.SOAK, "", {"copied_at": None}, None, id="soak, not copied"),
+        pytest.param(Phase.SOAK, "", {"verified_at": None}, None, id="soak, not verified"),
         pytest.param(Phase.TARGET, "", {}, None, id="target"),
         pytest.param(Phase.REVERSE_DELTA, "", {}, Step.COPY, id="back"),
         pytest.param(

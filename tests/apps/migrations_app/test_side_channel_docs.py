@@ -48,6 +48,7 @@ def folders(
     program.write_text(script)
     program.chmod(0o700)
     settings.CHANNEL_COMMANDS = program.parent
+    settings.CHANNEL_VARIABLES = ["VECTORS_ROOT"]
     monkeypatch.setenv("VECTORS_ROOT", str(tmp_path))
     return tmp_path / "store-eu1-a" / APP, tmp_path / "store-eu1-b" / APP
 
