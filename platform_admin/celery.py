@@ -63,6 +63,22 @@ app.conf.update(
         },
         # Instances whose lease and longest turn are over.
         "instances": {"task": "tenants.sweep", "schedule": 5.0, "options": {"expires": 5.0}},
+        # Reported usage that is not in the ledger yet.
+        "usage": {"task": "capacity.roll_up", "schedule": 5.0, "options": {"expires": 5.0}},
+        # Budgets that were used up, or raised, without anybody noticing.
+        "budgets": {"task": "capacity.budgets", "schedule": 60.0, "options": {"expires": 60.0}},
+        # Which tenants runtimes build ahead.
+        "prewarm": {
+            "task": "capacity.prewarm",
+            "schedule": 300.0,
+            "options": {"queue": "bulk", "expires": 300.0},
+        },
+        # Lines and minutes of usage that are kept no longer.
+        "old usage": {
+            "task": "capacity.sweep",
+            "schedule": 3600.0,
+            "options": {"queue": "bulk", "expires": 3600.0},
+        },
     },
     # The embedded default keeps beat's own file beside its database.
     beat_schedule_filename=str(settings.HOME / "beat"),

@@ -1,0 +1,45 @@
+"""Periodic work of this app: ids in, one call."""
+
+from __future__ import annotations
+
+import time
+
+from celery import shared_task
+
+from capacity import services
+from durable.clock import database_now
+
+# So long one message goes on: well below the hard limit, and others wait in its queue.
+ROLLED_SECONDS, SWEPT_SECONDS = 4.0, 10.0
+
+
+@shared_task(name="capacity.roll_up")
+def roll_up() -> None:
+    """Add reported usage to the ledger, and have turns refused whose budget that used up."""
+    until = time.monotonic() + ROLLED_SECONDS
+    while True:
+        rolled = services.roll_up(now=database_now())
+        if rolled.tenants:
+            services.mark_budgets(tenants=rolled.tenants, now=database_now())
+        if not rolled.more or time.monotonic() >= until:
+            return
+
+
+@shared_task(name="capacity.budgets")
+def budgets() -> None:
+    """Look at every budget anew: the safety net under a roll-up that was killed."""
+    services.mark_budgets(now=database_now())
+
+
+@shared_task(name="capacity.prewarm")
+def prewarm() -> None:
+    """Tell cells which tenants to build ahead."""
+    services.publish_prewarm(now=database_now())
+
+
+@shared_task(name="capacity.sweep")
+def sweep() -> None:
+    """Delete what the ledger keeps no longer. What is too much for one message goes next time."""
+    until = time.monotonic() + SWEPT_SECONDS
+    while services.sweep_ledger(now=database_now()) and time.monotonic() < until:
+        pass
