@@ -19,6 +19,7 @@ urlpatterns = [
     path("stores/<slug:key>/", views.store, name="store"),
     path("stores/<slug:key>/services/", views.store_services, name="store_services"),
     path("", include("tenants.urls")),
+    path("", include("capacity.urls")),
     path("", include("migrations_app.urls")),
     path("sign-in/", views.sign_in, name="login"),
     path("sign-out/", views.sign_out, name="logout"),

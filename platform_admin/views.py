@@ -17,6 +17,8 @@ from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
+from capacity.panels import instances as instances_panel
+from capacity.panels import isolation as isolation_panel
 from durable.clock import database_now
 from durable.errors import Refused
 from migrations_app import services
@@ -64,7 +66,12 @@ def attention(request: HttpRequest) -> HttpResponse:
 
 def _attention(now: Any) -> dict[str, Any]:
     items: list[Attention] = sorted(
-        [*moves.attention(now=now), *tenants.attention(now=now)],
+        [
+            *moves.attention(now=now),
+            *tenants.attention(now=now),
+            *instances_panel.attention(now=now),
+            *isolation_panel.attention(),
+        ],
         key=lambda item: (item.rank, item.since, item.key),
     )
     summary = "Nothing needs a person."

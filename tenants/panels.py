@@ -123,7 +123,7 @@ def instance_lines(
     if version is None:
         current = queries.epoch()
         lines = [
-            _line(row, *_open_state(row, now), current, tenant)
+            _line(row, *instance_state(row, now), current, tenant)
             for row in rows.values()
             if row.gone_at is None
         ]
@@ -145,7 +145,8 @@ def instance_lines(
     return sorted(lines, key=lambda line: (line.name, line.id))
 
 
-def _open_state(row: RuntimeInstance, now: datetime) -> tuple[str, Status]:
+def instance_state(row: RuntimeInstance, now: datetime) -> tuple[str, Status]:
+    """Return what an instance that is not gone does while no fence waits for it."""
     if has_lapsed(row, now):
         return "lapsed", Status("lost", "Lost")
     if row.polled_at is None:
@@ -243,7 +244,7 @@ class CellLine:
 def cell_lines(*, now: datetime) -> list[CellLine]:
     """Return every cell by name, with its instances and what runs on them."""
     by_cell: dict[int, list[RuntimeInstance]] = defaultdict(list)
-    for row in _recent_instances(now).order_by("name", "id"):
+    for row in recent_instances(now).order_by("name", "id"):
         by_cell[row.cell_id].append(row)
     cells = Cell.objects.select_related("region").annotate(
         tenants=Count("placements", distinct=True)
@@ -254,7 +255,8 @@ def cell_lines(*, now: datetime) -> list[CellLine]:
     ]
 
 
-def _recent_instances(now: datetime) -> QuerySet[RuntimeInstance]:
+def recent_instances(now: datetime) -> QuerySet[RuntimeInstance]:
+    """Return the instances that are not gone, and those that were lost in the last day."""
     lost = Q(gone_why__in=[GoneWhy.LAPSED, GoneWhy.DEAD], gone_at__gt=now - NEWS)
     return RuntimeInstance.objects.filter(Q(gone_at=None) | lost)
 
@@ -262,7 +264,7 @@ def _recent_instances(now: datetime) -> QuerySet[RuntimeInstance]:
 def _cell_line(
     cell: Cell, tenants: int, rows: Sequence[RuntimeInstance], now: datetime
 ) -> CellLine:
-    states = [(row, "gone" if row.gone_at else _open_state(row, now)[0]) for row in rows]
+    states = [(row, "gone" if row.gone_at else instance_state(row, now)[0]) for row in rows]
     alive = [row for row, state in states if state not in ("gone", "lapsed")]
     names = {row.name for row in alive}
     lost: dict[str, RuntimeInstance] = {

@@ -145,6 +145,7 @@ def said(
     row.applied_epoch = epoch or row.applied_epoch
     row.applied_version = version
     row.in_flight = in_flight or {}
+    row.ready = True
     row.save()
 
 

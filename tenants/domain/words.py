@@ -41,6 +41,17 @@ def percent(part: float, whole: float) -> str:
     return f"{min(100, int(100 * part / whole))}{THIN}%"
 
 
+def share(part: float | None) -> str:
+    """Return a share of one in percent, to a tenth where it isn't whole.
+
+    >>> share(0.01), share(0.005), share(1.25), share(None)
+    ('1\\u202f%', '0.5\\u202f%', '125\\u202f%', '–')
+    """
+    if part is None:
+        return NOT_MEASURED
+    return f"{round(100 * part, 1):,g}{THIN}%"
+
+
 def duration(seconds: float | None) -> str:
     """Return a measured time, to a tenth of a second below a minute.
 
@@ -94,6 +105,32 @@ def limit(seconds: float | None) -> str:
     minutes, rest = divmod(rest, MINUTE)
     parts = [(hours, "h"), (minutes, "m"), (rest, "s")]
     return " ".join(f"{number}{unit}" for number, unit in parts if number)
+
+
+def latency(milliseconds: float | None) -> str:
+    """Return a short measured time, in milliseconds below a second.
+
+    >>> latency(96.4), latency(1840), latency(61_000), latency(None)
+    ('96ms', '1.8s', '1m 01s', '–')
+    """
+    if milliseconds is None:
+        return NOT_MEASURED
+    if milliseconds < 1000:
+        return f"{milliseconds:.0f}ms"
+    return duration(milliseconds / 1000)
+
+
+def weight(size: int | None) -> str:
+    """Return how much memory something takes.
+
+    >>> weight(900), weight(262_144), weight(1_363_149), weight(None)
+    ('900 B', '256.0 KiB', '1.3 MiB', '–')
+    """
+    if size is None:
+        return NOT_MEASURED
+    if size < 1024:
+        return f"{size} B"
+    return f"{size / 1024:,.1f} KiB" if size < 2**20 else f"{size / 2**20:,.1f} MiB"
 
 
 def rate(per_second: float | None) -> str:

@@ -18,9 +18,12 @@ register = template.Library()
 for function in (
     words.count,
     words.percent,
+    words.share,
     words.duration,
     words.elapsed,
     words.limit,
+    words.latency,
+    words.weight,
     words.rate,
     words.clock,
     words.ago,

@@ -8,6 +8,7 @@ import pytest
 from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver, reverse
 
+from capacity.models import SharedResource
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
 from tenants.domain.roles import Role
@@ -44,8 +45,10 @@ ACTS = NEEDS_OPERATOR + NEEDS_ADMIN
 def _address(name: str, move: TenantMigration) -> str:
     """Return an address that exists, whatever the pattern asks for."""
     known = {"pk": move.pk, "slug": move.tenant.slug}
-    if name == "dead":
+    if name == "dead" or name.startswith("instance"):
         known["pk"] = move.source_cell.instances.first().pk
+    if name.endswith("_resource"):
+        known["pk"] = SharedResource.objects.first().pk
     wanted = GUARDED[name].pattern.converters
     if "mismatch_pk" in wanted:
         known["mismatch_pk"] = move.mismatches.first().pk
