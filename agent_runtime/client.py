@@ -18,13 +18,16 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
-from agent_runtime.calls import BackOff, Caller, contract
+from agent_runtime.admission import Admission, Share, Shares
+from agent_runtime.breaker import Breakers
+from agent_runtime.calls import Answer, BackOff, Caller, contract
 from agent_runtime.clock import Clock, SystemClock
 from agent_runtime.errors import BadAnswer, ControlPlaneError, Unreachable
 from agent_runtime.fence import Fence
 from agent_runtime.policy import Policy, Version
+from agent_runtime.runners import RunnerFigures
 from agent_runtime.transport import Transport
 from agent_runtime.usage import Batch, Usage
 
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 FIRST_POLL_MS = 1_000.0
 # What it may say: a slip there makes neither a busy loop nor an instance that is never heard.
 POLL_BOUNDS_MS = (50.0, 60_000.0)
+# How long grants hold where their answer doesn't say.
+GRANT_SECONDS = 30.0
 
 API = "/api/v1/runtime"
 
@@ -44,6 +49,42 @@ _REPORT_SETTLED = frozenset({400, 409, 410, 413, 422})
 
 class _Gone(Exception):
     """The instance has ended: join under a new id."""
+
+
+class Companion(Protocol):
+    """What goes along with a client: a Host, or several. Called from the client's thread."""
+
+    def after_round(self) -> None:
+        """Hear that a round is over, well or not: another policy may hold."""
+
+    def warming(self) -> bool:
+        """Return whether there is something to build before turns should come here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The answer to a report that was taken."""
+
+    lease_seconds: float
+    grant_seconds: float
+    # (number, tenant -> share); None: what is held stands.
+    grants: tuple[int, dict[str, Share]] | None
+
+    @classmethod
+    def read(cls, answer: Answer) -> _Taken:
+        with contract("the answer to a report"):
+            grants = answer.data.get("grants")
+            return cls(
+                lease_seconds=float(answer.data["lease_seconds"]),
+                grant_seconds=float(answer.data.get("grant_seconds", GRANT_SECONDS)),
+                # Empty: a control plane that divides nothing yet.
+                grants=(
+                    int(grants["number"]),
+                    {str(t): Share.parse(share) for t, share in grants["tenants"].items()},
+                )
+                if grants
+                else None,
+            )
 
 
 @dataclass(slots=True)
@@ -62,9 +103,10 @@ class PolicyClient:
     """This process as an instance of its cell.
 
     `start()` keeps it joined from a background thread; `tick()` is one round, for tests and for
-    hosts with a scheduler of their own. `fence` lets turns in and `usage` counts them. Safe for
-    threads. A forked child isn't its parent: it has to call `start()` (or `tick()`) itself and
-    joins as another instance.
+    hosts with a scheduler of their own. `fence` and `admission` let turns in, `shares` holds what
+    this process may use of its tenants' limits, `usage` counts, `breakers` leave a model endpoint
+    alone that struggles. Safe for threads. A forked child isn't its parent: it has to call
+    `start()` (or `tick()`) itself and joins as another instance.
     """
 
     def __init__(
@@ -96,7 +138,7 @@ class PolicyClient:
             cell=cell,
             longest_turn_seconds=longest_turn_seconds,
             clock=self.clock,
-            on_drained=self._report_at_once,
+            on_drained=self.report_soon,
         )
         self._plane = Caller(base_url, token, transport)
         self._join_request = {
@@ -118,6 +160,14 @@ class PolicyClient:
         self._boot = secrets.token_hex(16)
         self.fence.begin_anew()
         self.usage = Usage(self.clock)
+        self.shares = Shares(self.usage, self.clock)
+        self.admission = Admission(self.shares, self.usage, self.clock)
+        self.breakers = Breakers(self.clock, self._dice)
+        # What the caches of Runners in this process have to tell.
+        self.runners = RunnerFigures()
+        # Replaced as a whole: other threads read it.
+        self._companions: tuple[Companion, ...] = ()
+        self._attaching = threading.Lock()
         # None: not joined.
         self.instance: str | None = None
         # What the last failed call said; empty after a good round.
@@ -144,8 +194,22 @@ class PolicyClient:
 
     @property
     def ready(self) -> bool:
-        """Whether turns are let in, of tenants that the policy opens."""
-        return self.fence.serving
+        """Whether turns should come here: they are let in, and their Runners are built ahead."""
+        return self.fence.serving and not any(one.warming() for one in self._companions)
+
+    def attach(self, companion: Companion) -> None:
+        """Tell `companion` of each round, and be ready only when it is."""
+        with self._attaching:
+            self._companions = (*self._companions, companion)
+
+    def detach(self, companion: Companion) -> None:
+        """Forget a companion; one that was never attached, or twice, changes nothing."""
+        with self._attaching:
+            self._companions = tuple(one for one in self._companions if one is not companion)
+
+    def report_soon(self) -> None:
+        """Begin the next round at once: there is news that the control plane waits for."""
+        self._wake.set()
 
     def start(self) -> None:
         """Run rounds in a background thread until `stop()`. Does nothing if one runs already."""
@@ -220,6 +284,8 @@ class PolicyClient:
                 self._do_round()
             except ControlPlaneError as error:
                 return self._failed(error)
+            finally:
+                self._look_after()
             if self._back_off.failures:
                 log.info("%s reaches the control plane again", self.name)
             self.trouble = ""
@@ -241,8 +307,11 @@ class PolicyClient:
             # While it backs off nothing shortens the wait, or a drain would hammer.
             (stop if self._back_off.failures else self._wake).wait(wait)
 
-    def _report_at_once(self) -> None:
-        self._wake.set()
+    def _look_after(self) -> None:
+        """Do what is due now and then, with a control plane or without one."""
+        self.admission.forget_idle()
+        for one in self._companions:
+            one.after_round()
 
     def _failed(self, error: ControlPlaneError) -> float:
         if str(error) != self.trouble:
@@ -274,6 +343,8 @@ class PolicyClient:
         if self.policy is not None:
             self._held = str(self.policy.version)
         self.fence.drop()
+        # Granted to an id that is gone; what it still uses is counted for a longest turn.
+        self.shares.drop()
         self._replaces, self.instance = self.instance, None
 
     def _join(self) -> str:
@@ -348,12 +419,14 @@ class PolicyClient:
             self._send_to(instance, self._build_report(instance))
 
     def _build_report(self, instance: str) -> _Report:
-        # The word first, then usage: a turn notes what it did before it leaves, so the report
-        # that says "nobody inside" holds all that they did.
+        # The grants first: who begins after the count of those inside begins under these grants,
+        # or newer ones. Then the word, then usage: a turn notes what it did before it leaves, so
+        # the report that says "nobody inside" holds all that they did.
+        grants_number = self.shares.number
         word = self.fence.word()
         batch = self.usage.take()
         if batch.more:
-            self._report_at_once()
+            self.report_soon()
         content = {
             "instance": instance,
             "boot": self._boot,
@@ -365,18 +438,26 @@ class PolicyClient:
             "dirty": batch.served(),
             "dirty_dropped": batch.dropped,
             "sides": [],
-            "breakers": [],
+            "grants_number": grants_number,
+            "ready": self.ready,
+            "runners": self.runners.snapshot(),
+            "breakers": self.breakers.snapshot(),
         }
         return _Report(self._seq + 1, json.dumps(content).encode(), batch)
 
     def _send_to(self, instance: str, report: _Report) -> None:
-        lease_seconds = self._send(report)
-        self._seq = report.seq
-        if not self.fence.renew(report.first_sent_at + lease_seconds):
+        taken = self._send(report)
+        sent_at = report.first_sent_at
+        if not self.fence.renew(sent_at + taken.lease_seconds):
             raise Unreachable(f"the lease of {instance} ran out before its renewal came back")
+        if taken.grants is None:
+            self.shares.extend(sent_at=sent_at, seconds=taken.grant_seconds)
+        else:
+            number, tenants = taken.grants
+            self.shares.apply(number, tenants, sent_at=sent_at, seconds=taken.grant_seconds)
 
-    def _send(self, report: _Report) -> float:
-        """Send a report until it is settled. Return the lease that the answer gives, seconds.
+    def _send(self, report: _Report) -> _Taken:
+        """Send a report until it is settled. Return what the answer gives.
 
         Raises _Gone if its instance has ended: counted or given back, it is settled then too.
         Raises Unreachable if it isn't settled; the same bytes go out again in the next round.
@@ -389,9 +470,12 @@ class PolicyClient:
         self._outstanding = None
         match answer.status:
             case HTTPStatus.OK:
+                # Taken, whatever else the answer says: another report under this number would
+                # be taken for a retry, and its usage be lost.
+                self._seq = report.seq
                 with contract("the answer to a report"):
                     self._hear_cadence(answer.data["poll_after_ms"])
-                    return float(answer.data["lease_seconds"])
+                return _Taken.read(answer)
             case HTTPStatus.CONFLICT:
                 # Not taken. Its usage goes into the first report of the next id.
                 self.usage.give_back(report.batch)

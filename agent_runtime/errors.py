@@ -64,6 +64,25 @@ class ForkedChild(NotReady):
     """This process was forked from one that had joined; it has to join by itself first."""
 
 
+class TenantThrottled(RetryLater):
+    """A limit of the tenant's is reached. A gateway answers 429, with the hint as Retry-After.
+
+    `reason` is rate, concurrency, quota or budget. The message says which limit, what it is, and
+    how to get more; it may be shown to the tenant.
+    """
+
+    def __init__(
+        self, message: str, *, tenant: str, reason: str, retry_after_seconds: float
+    ) -> None:
+        super().__init__(message, retry_after_seconds=retry_after_seconds)
+        self.tenant = tenant
+        self.reason = reason
+
+
+class NoPool(RetryLater):
+    """A tenant of the bridge or silo tier needs a thread of its own, and all are taken."""
+
+
 class TurnTooLong(AgentRuntimeError):
     """The turn was cut at the longest turn that this process stated when it joined.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 # What a cell takes of a tenant. Any other word refuses, a word of a newer control plane too.
@@ -61,6 +62,27 @@ class Scope:
     allowed_tools: frozenset[str] | None = None
     # The plan's weight in the fair share of the cell's quota.
     weight: float = 1.0
+    # The budget is looked at before every model call, not only before each turn.
+    exact_budget: bool = False
+    # Until when the budget is used up: the tenant's midnight. None, or past: it isn't.
+    budget_spent_until: datetime | None = None
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Scope:
+        """Return the scope that the wire describes."""
+        tools = data.get("allowed_tools")
+        spent_until = data.get("budget_spent_until")
+        return cls(
+            version=int(data["version"]),
+            max_concurrent_runs=data.get("max_concurrent_runs"),
+            runs_per_second=data.get("runs_per_second"),
+            daily_token_budget=data.get("daily_token_budget"),
+            max_model_calls_per_run=data.get("max_model_calls_per_run"),
+            allowed_tools=None if tools is None else frozenset(tools),
+            weight=float(data.get("weight") or 1.0),
+            exact_budget=data.get("exact_budget") is True,
+            budget_spent_until=None if spent_until is None else _moment(spent_until),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +113,8 @@ class Entry:
     # This cell is the source of a split: a session that its store does not have may be the
     # target's.
     split: bool = False
+    # Limits that are only tried: what they would refuse is counted, and served. None: no trial.
+    trial: Scope | None = None
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Entry:
@@ -99,8 +123,7 @@ class Entry:
         Raises KeyError, TypeError or ValueError if one that is needed is missing or wrong.
         """
         store = data["store"] or {"key": "", "kind": ""}
-        scope = data["scope"] or {"version": 0}
-        tools = scope.get("allowed_tools")
+        trial = data.get("trial")
         moved_to = data["moved_to"]
         if data["accepts"] == ACCEPTS_MOVED and not moved_to:
             raise ValueError(f"the tombstone of {data['tenant']} names no cell")
@@ -115,17 +138,10 @@ class Entry:
             store_key=str(store["key"]),
             store_kind=str(store["kind"]),
             runner_generation=int(data["runner_generation"]),
-            scope=Scope(
-                version=int(scope["version"]),
-                max_concurrent_runs=scope.get("max_concurrent_runs"),
-                runs_per_second=scope.get("runs_per_second"),
-                daily_token_budget=scope.get("daily_token_budget"),
-                max_model_calls_per_run=scope.get("max_model_calls_per_run"),
-                allowed_tools=None if tools is None else frozenset(tools),
-                weight=float(scope.get("weight") or 1.0),
-            ),
+            scope=Scope.parse(data["scope"] or {"version": 0}),
             home_cell=data.get("home_cell"),
             split=data.get("split") is True,
+            trial=None if trial is None else Scope.parse(trial),
         )
 
 
@@ -135,8 +151,14 @@ class Policy:
 
     version: Version
     entries: Mapping[str, Entry] = field(default_factory=dict)
-    # Shifts and region states of the cell, as sent.
+    # Shifts, region states and the pre-warm list of the cell, as sent.
     cell: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prewarm(self) -> tuple[str, ...]:
+        """The tenants whose Runners are built before this process is ready, most active first."""
+        named = self.cell.get("prewarm")
+        return tuple(map(str, named)) if isinstance(named, list) else ()
 
     def after(self, answer: Mapping[str, Any]) -> Policy:
         """Return this policy with a delta's entries laid over it."""
@@ -153,6 +175,11 @@ class Policy:
         """Return the policy that a full answer spells: it replaces everything."""
         version = Version.parse(answer["version"])
         return cls(version=version, entries=_entries(answer), cell=dict(answer["cell"] or {}))
+
+
+def _moment(text: str) -> datetime:
+    at = datetime.fromisoformat(text)
+    return at.replace(tzinfo=UTC) if at.tzinfo is None else at
 
 
 def _entries(answer: Mapping[str, Any]) -> dict[str, Entry]:

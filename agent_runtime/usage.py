@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,10 @@ MAX_LINES = 5_000
 MAX_DIRTY_BYTES = 1_000_000
 # Served sessions kept for reports. They only feed a move's forecast, so the oldest may be dropped.
 MAX_DIRTY = 10_000
+
+# Turns of a client's own naming whose refusals are remembered, a minute each. A client that makes
+# up more has each of the others counted, as one that names none.
+MAX_TURN_IDS = 10_000
 
 # google-adk's own column, and the control plane's.
 MAX_ID = 128
@@ -34,12 +39,15 @@ class _Line:
     model_calls: int = 0
     tokens: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    # By limits that are only tried: these turns were served.
+    would_refuse: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: _Line) -> None:
         self.turns += other.turns
         self.model_calls += other.model_calls
         self.tokens += other.tokens
         self.refused.update(other.refused)
+        self.would_refuse.update(other.would_refuse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ class Batch:
                 "model_calls": line.model_calls,
                 "tokens": line.tokens,
                 "refused": dict(line.refused),
+                "would_refuse": dict(line.would_refuse),
             }
             for (tenant, minute), line in self.lines.items()
         ]
@@ -85,6 +94,16 @@ class Usage:
         # In the order of their last turn; a dict for its order and its keys.
         self._dirty: dict[Served, None] = {}
         self._dropped = 0
+        # The minute that `_seen` and `_logged` are of; both begin anew with the next.
+        self._minute = ""
+        # Hashes of (tenant, turn id, which count) that are counted.
+        self._seen: set[int] = set()
+        # (tenant, reason) that are in the log.
+        self._logged: set[tuple[str, str]] = set()
+        # Tokens of the tenants that have a budget: since their grants were given, and of these
+        # the ones that no report has carried yet.
+        self._since_grants: dict[str, int] = {}
+        self._since_report: dict[str, int] = {}
 
     def turn(self, tenant: str) -> None:
         """Count a turn that was let in."""
@@ -94,9 +113,41 @@ class Usage:
         """Count a call that the model answered, and the tokens it says it used."""
         self._add(tenant, _Line(model_calls=1, tokens=tokens))
 
-    def refused(self, tenant: str, reason: str) -> None:
-        """Count a turn that was refused: refused demand is demand."""
-        self._add(tenant, _Line(refused=Counter({reason: 1})))
+    def refused(self, tenant: str, reason: str, turn_id: str | None = None) -> None:
+        """Count a turn that was refused: refused demand is demand, and log it, once a minute.
+
+        `turn_id` is the client's own name of the turn: however often it is sent again and
+        refused within a minute, it is one turn that somebody wanted.
+        """
+        minute = self._this_minute()
+        with self._lock:
+            if self._is_first(minute, "refused", tenant, turn_id):
+                self._line((tenant, minute)).refused[reason] += 1
+            is_news = (tenant, reason) not in self._logged
+            self._logged.add((tenant, reason))
+        if is_news:
+            log.warning("%s: turns are refused (%s)", tenant, reason)
+
+    def would_refuse(self, tenant: str, reason: str, turn_id: str | None = None) -> None:
+        """Count a turn that was served, and that a limit on trial would have refused."""
+        minute = self._this_minute()
+        with self._lock:
+            if self._is_first(minute, "would_refuse", tenant, turn_id):
+                self._line((tenant, minute)).would_refuse[reason] += 1
+
+    def granted(self, tenants: Collection[str]) -> None:
+        """Begin to count the tokens of `tenants` against what is left of their budgets.
+
+        From the report on whose answer said what is left: what it carried is in that figure.
+        """
+        with self._lock:
+            self._since_grants = {t: self._since_report.get(t, 0) for t in tenants}
+            self._since_report = {t: n for t, n in self._since_report.items() if t in tenants}
+
+    def since_granted(self, tenant: str) -> int:
+        """Return the tokens that a tenant used here since `granted`; 0 where none are counted."""
+        with self._lock:
+            return self._since_grants.get(tenant, 0)
 
     def served(self, tenant: str, user_id: str, session_id: str) -> None:
         """Note that a session may have been written. Call it before its turn leaves the fence."""
@@ -125,6 +176,7 @@ class Usage:
                     break
                 dirty[key] = self._dirty.pop(key)
             dropped, self._dropped = self._dropped, 0
+            self._since_report.clear()
             more = bool(self._lines or self._dirty)
             return Batch(lines=lines, dirty=dirty, dropped=dropped, more=more)
 
@@ -140,9 +192,31 @@ class Usage:
             self._trim()
 
     def _add(self, tenant: str, line: _Line) -> None:
-        minute = self._clock.now().strftime("%Y-%m-%dT%H:%M:00Z")
+        minute = self._this_minute()
         with self._lock:
             self._line((tenant, minute)).add(line)
+            if line.tokens and tenant in self._since_grants:
+                self._since_grants[tenant] += line.tokens
+                self._since_report[tenant] = self._since_report.get(tenant, 0) + line.tokens
+
+    def _this_minute(self) -> str:
+        return self._clock.now().strftime("%Y-%m-%dT%H:%M:00Z")
+
+    def _is_first(self, minute: str, what: str, tenant: str, turn_id: str | None) -> bool:
+        """Return whether a turn is to be counted. The lock is held."""
+        if minute != self._minute:
+            self._minute = minute
+            self._seen.clear()
+            self._logged.clear()
+        if turn_id is None:
+            return True
+        # A hash: whoever may begin a turn chooses the id, and its length.
+        key = hash((what, tenant, turn_id))
+        if key in self._seen:
+            return False
+        if len(self._seen) < MAX_TURN_IDS:
+            self._seen.add(key)
+        return True
 
     def _line(self, key: tuple[str, str]) -> _Line:
         return self._lines.setdefault(key, _Line())

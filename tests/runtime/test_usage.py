@@ -18,6 +18,7 @@ def test_usage_is_counted_per_tenant_and_minute(clock: DrivenClock) -> None:
             "model_calls": 2,
             "tokens": 30,
             "refused": {},
+            "would_refuse": {},
         },
         {
             "tenant": "acme",
@@ -26,6 +27,7 @@ def test_usage_is_counted_per_tenant_and_minute(clock: DrivenClock) -> None:
             "model_calls": 0,
             "tokens": 0,
             "refused": {},
+            "would_refuse": {},
         },
         {
             "tenant": "bolt",
@@ -34,6 +36,7 @@ def test_usage_is_counted_per_tenant_and_minute(clock: DrivenClock) -> None:
             "model_calls": 0,
             "tokens": 0,
             "refused": {"draining": 1},
+            "would_refuse": {},
         },
     ]
 
