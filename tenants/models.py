@@ -481,6 +481,22 @@ class Token(models.Model):
         return f"{self.name} ({self.prefix}…)"
 
 
+class Membership(models.Model):
+    """A person of a tenant: signs in and sees that tenant's usage, and nothing else.
+
+    Such a person has no role; the services keep it so.
+    """
+
+    # One tenant each: what somebody sees never depends on what an address or a form names.
+    user = models.OneToOneField(settings.AUTH_USER_MODEL, models.CASCADE, related_name="membership")
+    tenant = models.ForeignKey(Tenant, models.PROTECT, related_name="memberships")
+    at = models.DateTimeField()
+    by = models.CharField(max_length=150)
+
+    def __str__(self) -> str:
+        return f"{self.user} of {self.tenant}"
+
+
 class AuditEntry(models.Model):
     """One write by a person or a token: who, when, what, why.
 

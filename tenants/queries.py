@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.contrib.auth.models import AnonymousUser, User
+from django.contrib.auth.models import AnonymousUser, Group, User
 from django.db.models import Q, QuerySet, Subquery
 
 from tenants.domain.fence import (
@@ -229,14 +229,26 @@ def asking(key: str) -> Asking | None:
 
 
 def role_of(user: User | AnonymousUser) -> Role | None:
-    """Return what a person may do: the highest of their groups; a superuser is an admin."""
+    """Return what a person may do: the highest of their groups; a superuser is an admin.
+
+    A tenant's person has no role, whatever groups they were put into.
+    """
     if not user.is_authenticated or not user.is_active:
         return None
     if user.is_superuser:
         return Role.ADMIN
-    names = set(user.groups.values_list("name", flat=True))
+    # Both conditions in one call, so they are of the same user.
+    groups = Group.objects.filter(user=user, user__membership__isnull=True)
+    names = set(groups.values_list("name", flat=True))
     held = [role for role in Role if role.value in names]
     return max(held, key=RANK.__getitem__, default=None)
+
+
+def tenant_of(user: User | AnonymousUser) -> Tenant | None:
+    """Return the tenant whose person this is, who sees its usage; None if they are of none."""
+    if not user.is_authenticated or not user.is_active:
+        return None
+    return Tenant.objects.filter(memberships__user=user).first()
 
 
 def token_for(secret: str, *, now: datetime) -> Token | None:
@@ -275,12 +287,16 @@ def _sides(row: Placement) -> dict[str, Any] | None:
 
 
 def _entry(entry: PolicyEntry, current_epoch: str) -> dict[str, Any]:
+    document = entry.document
     return {
         # Entries that were published before there were splits have none of these.
         "home_cell": None,
         "split": False,
         "sides": None,
-        **entry.document,
+        # Nor of these, before limits could be tried and paid for.
+        "trial": None,
+        **document,
+        "scope": {"exact_budget": False, "budget_spent_until": None, **document["scope"]},
         "accepts": entry.accepts,
         "placement_version": str(Version(current_epoch, entry.placement_version)),
         "runner_generation": entry.runner_generation,

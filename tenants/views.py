@@ -17,7 +17,7 @@ from durable.clock import database_now
 from durable.errors import Refused
 from tenants import panels, queries, services
 from tenants.domain.fence import ask_ends
-from tenants.domain.roles import Role, allows
+from tenants.domain.roles import Door, Role, allows
 from tenants.domain.words import clock
 from tenants.models import RuntimeInstance
 
@@ -45,6 +45,26 @@ def access(role: Role) -> Callable[[View], View]:
         return guarded  # type: ignore[return-value]
 
     return guard
+
+
+def own_tenant(view: View) -> View:
+    """Let only a tenant's people pass, who find their tenant in `request.tenant`.
+
+    The address names no tenant, so there is none to be tried out.
+    """
+
+    @wraps(view)
+    def guarded(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        tenant = queries.tenant_of(request.user)
+        if tenant is None:
+            raise PermissionDenied(
+                "This page shows a tenant's people their own usage, and you are of no tenant."
+            )
+        request.tenant = tenant  # type: ignore[attr-defined]
+        return view(request, *args, **kwargs)
+
+    guarded.access = Door.OWN_TENANT  # type: ignore[attr-defined]
+    return guarded  # type: ignore[return-value]
 
 
 def unchanged(request: HttpRequest, version: str, now: datetime) -> HttpResponse | None:

@@ -14,6 +14,12 @@ class Role(StrEnum):
     ADMIN = "admin"  # Registers cells, stores and tenants, and makes tokens.
 
 
+class Door(StrEnum):
+    """Who passes where no role does, however high it is."""
+
+    OWN_TENANT = "own tenant"  # A tenant's people, to their own tenant's usage; nowhere else.
+
+
 class TokenRole(StrEnum):
     """What a bearer token is for."""
 

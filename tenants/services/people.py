@@ -13,7 +13,7 @@ from durable.errors import Refused
 from tenants import queries
 from tenants.domain import names
 from tenants.domain.roles import Role, TokenRole
-from tenants.models import Cell, Tenant, Token
+from tenants.models import Cell, Membership, Tenant, Token
 from tenants.services.auditing import WHO_MAX, audit
 from tenants.services.registry import SlugTaken
 from tenants.services.rows import insert, taken
@@ -29,19 +29,103 @@ class AlreadyRevoked(Refused):
     """The token was revoked before."""
 
 
+class AlreadyAMember(Refused):
+    """The person is of a tenant already."""
+
+
+class NotAMember(Refused):
+    """The person is of no tenant, or of another."""
+
+
+class HasARole(Refused):
+    """The person has a role, and a tenant's people have none."""
+
+
+class IsAMember(Refused):
+    """The person is a tenant's, and a tenant's people get no role."""
+
+
 @transaction.atomic
 def add_sign_in(name: str, *, role: Role, by: str, now: datetime) -> tuple[User, str]:
     """Let a person sign in with a role; return them and their password, which is shown this once.
 
     Raises BadName, SlugTaken.
     """
+    user, password = _new_user(name, by=by, now=now)
+    return grant_role(user, role, by=by, now=now), password
+
+
+@transaction.atomic
+def add_member_sign_in(
+    name: str, *, tenant: Tenant, by: str, now: datetime
+) -> tuple[Membership, str]:
+    """Let a person of a tenant sign in; return the membership and a password, shown this once.
+
+    Raises BadName, SlugTaken.
+    """
+    user, password = _new_user(name, by=by, now=now)
+    return add_member(user, tenant=tenant, by=by, now=now), password
+
+
+def _new_user(name: str, *, by: str, now: datetime) -> tuple[User, str]:
     names.check_name(name, what="sign-in", longest=WHO_MAX)
     password = secrets.token_urlsafe(12)
     user = User(username=User.normalize_username(name))
     user.set_password(password)
     insert(user, SlugTaken(taken("sign-in", name)))
     audit(who=by, verb="user.add", subject=_of_user(user), now=now)
-    return grant_role(user, role, by=by, now=now), password
+    return user, password
+
+
+@transaction.atomic
+def add_member(user: User, *, tenant: Tenant, by: str, now: datetime) -> Membership:
+    """Let a person see a tenant's usage, and nothing else; return the membership.
+
+    Raises HasARole, AlreadyAMember.
+    """
+    # The same row is locked where a role is granted: nobody gets both at once.
+    locked = User.objects.select_for_update().get(pk=user.pk)
+    held = Membership.objects.select_related("tenant").filter(user=locked).first()
+    if held is not None:
+        raise AlreadyAMember(
+            f"{locked} is of {held.tenant} already, and a person is of one tenant. Remove them "
+            "there first, or make another sign-in."
+        )
+    if role := queries.role_of(locked):
+        raise HasARole(
+            f"{locked} is {role}, and whoever has a role sees every tenant's usage. Take the role "
+            "away first, or make another sign-in."
+        )
+    made = Membership.objects.create(user=locked, tenant=tenant, at=now, by=by)
+    _audit_member(made, "member.add", by=by, before=None, after=tenant.slug, now=now)
+    return made
+
+
+@transaction.atomic
+def remove_member(user: User, *, tenant: Tenant, by: str, now: datetime) -> None:
+    """Let a person see the tenant's usage no longer, from their next page on.
+
+    Raises NotAMember.
+    """
+    locked = User.objects.select_for_update().get(pk=user.pk)
+    held = Membership.objects.filter(user=locked, tenant=tenant).first()
+    if held is None:
+        raise NotAMember(f"{locked} is not of {tenant}, so there is nothing to take away.")
+    _audit_member(held, "member.remove", by=by, before=tenant.slug, after=None, now=now)
+    held.delete()
+
+
+def _audit_member(
+    row: Membership, verb: str, *, by: str, before: str | None, after: str | None, now: datetime
+) -> None:
+    audit(
+        who=by,
+        verb=verb,
+        subject=_of_user(row.user),
+        before={"tenant": before},
+        after={"tenant": after},
+        now=now,
+    )
 
 
 @transaction.atomic
@@ -49,9 +133,15 @@ def grant_role(user: User, role: Role | None, *, by: str, now: datetime) -> User
     """Make this the one role of a person, None: no role; return them afresh.
 
     A superuser is one no longer: only the group counts from here on, so that a role that is
-    lowered or taken away really is. An admin may look at rows in Django's admin.
+    lowered or taken away really is. An admin may look at rows in Django's admin. Raises IsAMember.
     """
     locked = User.objects.select_for_update().get(pk=user.pk)
+    held = Membership.objects.select_related("tenant").filter(user=locked).first()
+    if role is not None and held is not None:
+        raise IsAMember(
+            f"{locked} is of {held.tenant} and would see every tenant as {role}. Remove them from "
+            "it first, or make another sign-in."
+        )
     before = queries.role_of(locked)
     locked.groups.remove(*Group.objects.filter(name__in=[one.value for one in Role]))
     if role is not None:
