@@ -22,18 +22,38 @@ from durable.clock import database_now
 from durable.errors import Refused
 from tenants import queries, services
 from tenants.domain.fence import cadence_ms
-from tenants.domain.reports import Dirty, Report, Usage
+from tenants.domain.reports import (
+    COUNT_MAX,
+    MAX_REASONS,
+    NUMBER_MAX,
+    Dirty,
+    Report,
+    Usage,
+    clean_breakers,
+    clean_counts,
+    clean_number,
+    clean_ready,
+    clean_runners,
+    storable,
+)
 from tenants.domain.roles import Actor, Role, TokenRole, allows
 from tenants.domain.versions import Version
-from tenants.models import Cell, Region, RuntimeInstance, Store, Tenant, Token
+from tenants.models import (
+    Cell,
+    Membership,
+    Region,
+    RuntimeInstance,
+    Store,
+    Tenant,
+    Token,
+)
 
 runtime_router = Router(tags=["runtime"])
 placement_router = Router(tags=["gateway"])
 ops_router = Router(tags=["operators"])
 
 # Bounds of one report. What a client holds beyond them goes into its next one.
-MAX_TENANTS, MAX_USAGE, MAX_DIRTY, MAX_REASONS = 20_000, 5_000, 10_000, 50
-ID_MAX = 128
+MAX_TENANTS, MAX_USAGE, MAX_DIRTY = 20_000, 5_000, 10_000
 PAGE = 500
 
 Row = TypeVar("Row", bound=Model)
@@ -62,18 +82,11 @@ def require(request: HttpRequest, needed: Role) -> Actor:
     return actor
 
 
-def _storable(value: Any) -> str | None:
-    """Return an id as it is, or None where the database could not hold it."""
-    fits = isinstance(value, str) and len(value) <= ID_MAX and "\0" not in value
-    # A lone surrogate is no text in any encoding.
-    return value if fits and not any("\ud800" <= c <= "\udfff" for c in value) else None
-
-
 def _storable_keys(value: Any) -> Any:
     """Return the mapping without the keys that the database could not hold; no tenant has one."""
     if not isinstance(value, dict):
         return value
-    return {key: count for key, count in value.items() if _storable(key) is not None}
+    return {key: count for key, count in value.items() if storable(key) is not None}
 
 
 def _utc(value: datetime) -> datetime:
@@ -88,12 +101,12 @@ def _utc(value: datetime) -> datetime:
 Text = Annotated[str, Field(max_length=100, pattern=r"^[^\x00]*$")]
 Reason = Annotated[str, Field(max_length=2_000, pattern=r"^[^\x00]*$")]
 Slug = Annotated[str, Field(min_length=1, max_length=60, pattern=r"^[a-z0-9][a-z0-9_-]*$")]
-Count = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 Moment = Annotated[AwareDatetime, AfterValidator(_utc)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 # Whoever begins a turn may choose ids that we can't keep. They must not cost the whole report,
 # and with it the lease: such a line is left out.
-Id = Annotated[str | None, BeforeValidator(_storable)]
+Id = Annotated[str | None, BeforeValidator(storable)]
 Running = Annotated[
     dict[str, Count], Field(max_length=MAX_TENANTS), BeforeValidator(_storable_keys)
 ]
@@ -152,6 +165,10 @@ class ScopeOut(Schema):
     daily_token_budget: int | None
     max_model_calls_per_run: int | None
     allowed_tools: list[str] | None
+    # True: what is left of the budget is looked at before every model call.
+    exact_budget: bool
+    # Turns are refused until then, for today's budget is used up (UTC). Null, or past: it is not.
+    budget_spent_until: str | None
     weight: float
 
 
@@ -187,6 +204,8 @@ class EntryOut(Schema):
     store: StoreOut
     runner_generation: int
     scope: ScopeOut
+    # Limits that are only tried: what they would refuse is counted as would_refuse, and served.
+    trial: ScopeOut | None
 
 
 class PolicyOut(Schema):
@@ -206,12 +225,51 @@ class UsageIn(Schema):
     model_calls: Count = 0
     tokens: Annotated[int, Field(ge=0, le=10**12)] = 0
     refused: Annotated[dict[Text, Count], Field(max_length=MAX_REASONS)] = {}
+    # By a trial's limits; these turns were served.
+    would_refuse: Annotated[dict[str, int], BeforeValidator(clean_counts)] = {}
 
 
 class DirtyIn(Schema):
     tenant: Id
     user_id: Id = None
     session_id: Id = None
+
+
+class EvictedIn(Schema):
+    size: int = 0
+    idle: int = 0
+    generation: int = 0
+    # Its tenant moved away or was offboarded.
+    gone: int = 0
+
+
+class BuildMsIn(Schema):
+    # Null: nothing was built yet.
+    p50: float | None = None
+    p99: float | None = None
+
+
+class RunnersIn(Schema):
+    """The cache of Runners. Counts are of the process's whole life."""
+
+    size: int = 0
+    limit: int = 0
+    idle_seconds: float = 0.0
+    evicted: EvictedIn = EvictedIn()
+    builds: int = 0
+    build_ms: BuildMsIn = BuildMsIn()
+    # Of one Runner on the heap. Null: not measured.
+    bytes: int | None = None
+
+
+class BreakerIn(Schema):
+    state: Literal["closed", "open", "half_open"]
+    failures: int = 0
+    # Answers 429, told apart: our own quota is used up, or a shared pool is busy.
+    own_quota_429: int = 0
+    shared_pool_429: int = 0
+    # Null: it lets calls through.
+    retry_at: str | None = None
 
 
 class ReportIn(Schema):
@@ -226,12 +284,44 @@ class ReportIn(Schema):
     in_flight_older: Running = {}
     usage: Annotated[list[UsageIn], Field(max_length=MAX_USAGE)] = []
     dirty: Annotated[list[DirtyIn], Field(max_length=MAX_DIRTY)] = []
+    # What follows is not worth a report: a value that makes no sense counts as left out.
+    # The number of the last grants that are applied; read before in_flight.
+    grants_number: Annotated[int, BeforeValidator(clean_number), Field(ge=0, le=NUMBER_MAX)] = 0
+    # Whether Runners are built ahead, so that gateways may send turns.
+    ready: Annotated[bool, BeforeValidator(clean_ready)] = True
+    runners: Annotated[RunnersIn | None, BeforeValidator(clean_runners)] = None
+    # By model endpoint.
+    breakers: Annotated[dict[str, BreakerIn], BeforeValidator(clean_breakers)] = {}
+
+
+class ShareOut(Schema):
+    """What one instance may use of one tenant's limits. Null: that limit does not exist."""
+
+    runs_per_second: float | None
+    max_concurrent_runs: int | None
+    tokens_per_minute: float | None
+    # From the end of grant_seconds until the lease is over.
+    safe_runs_per_second: float | None
+    safe_max_concurrent_runs: int | None
+    safe_tokens_per_minute: float | None
+    # Of the tenant's daily budget, over all instances, when the grants were made.
+    tokens_left: int | None
+
+
+class GrantsOut(Schema):
+    number: int
+    # Replaces every share that is held. A tenant with a limit and without a share: 0.
+    tenants: dict[str, ShareOut]
 
 
 class ReportOut(Schema):
     # From now on; the client counts it from the moment it sent the report.
     lease_seconds: float
-    grants: dict[str, float]
+    # Null: what is held stands.
+    grants: GrantsOut | None
+    # How long shares may be used in full; counted from when the report was sent, first sent if
+    # it was retried.
+    grant_seconds: float
     poll_after_ms: int
     version: str
 
@@ -292,7 +382,7 @@ def policy(request: HttpRequest, instance: Text, since: str = "") -> HttpRespons
 
 
 @runtime_router.post("/reports", response={200: ReportOut, 403: Error, 409: Error, 410: Error})
-def report(request: HttpRequest, body: ReportIn) -> dict[str, Any]:
+def report(request: HttpRequest, body: ReportIn) -> HttpResponse:
     """Take one report. It renews the lease; 409 seq_gap and 410 instance_gone mean: join anew."""
     said = Report(
         instance=body.instance,
@@ -309,6 +399,7 @@ def report(request: HttpRequest, body: ReportIn) -> dict[str, Any]:
                 model_calls=line.model_calls,
                 tokens=line.tokens,
                 refused=line.refused,
+                would_refuse=line.would_refuse,
             )
             for line in body.usage
             if line.tenant is not None
@@ -318,14 +409,21 @@ def report(request: HttpRequest, body: ReportIn) -> dict[str, Any]:
             for line in body.dirty
             if None not in (line.tenant, line.user_id, line.session_id)
         ),
+        grants_number=body.grants_number,
+        ready=body.ready,
+        runners={} if body.runners is None else body.runners.dict(),
+        breakers={endpoint: breaker.dict() for endpoint, breaker in body.breakers.items()},
     )
     answer = services.report(said, cells=_cells(request), now=database_now())
-    return {
+    granted = answer.grants
+    content = {
         "lease_seconds": answer.lease_seconds,
-        "grants": {},
+        "grants": None if granted is None else {"number": granted[0], "tenants": granted[1]},
+        "grant_seconds": answer.grant_seconds,
         "poll_after_ms": answer.poll_after_ms,
         "version": str(answer.version),
     }
+    return _answer(content, {})
 
 
 @runtime_router.delete("/instances/{instance}", response={204: None, 403: Error, 410: Error})
@@ -559,6 +657,18 @@ class NewTokenOut(TokenOut):
     secret: str
 
 
+class MemberIn(OpsIn):
+    # The name of a sign-in that there is. `manage.py member --new` makes one, with a password.
+    name: Annotated[Text, Field(min_length=1)]
+
+
+class MemberOut(Schema):
+    name: str
+    tenant: str
+    at: datetime
+    by: str
+
+
 class PageOut(Schema, Generic[T]):
     items: list[T]
     # Give it as `after` for the rest. Null: that was all.
@@ -784,6 +894,49 @@ def revoke_token(request: HttpRequest, token_id: int, body: WhyIn) -> dict[str, 
     return _token_row(services.revoke_token(token, by=by, reason=body.reason, now=database_now()))
 
 
+@ops_router.get(
+    "/tenants/{slug:slug}/members", response={200: PageOut[MemberOut], 403: Error, 404: Error}
+)
+def members(request: HttpRequest, slug: str, after: int = 0) -> dict[str, Any]:
+    """List the people who see a tenant's usage and nothing else (admin)."""
+    require(request, Role.ADMIN)
+    rows = Membership.objects.select_related("user", "tenant")
+    return page(rows.filter(tenant=find(Tenant, "tenant", slug=slug)), "pk", after, _member)
+
+
+@ops_router.post(
+    "/tenants/{slug:slug}/members",
+    response={201: MemberOut, 403: Error, 404: Error, 409: Error},
+)
+def add_member(request: HttpRequest, slug: str, body: MemberIn) -> Status[dict[str, Any]]:
+    """Let a person see a tenant's usage, and nothing else (admin)."""
+    by = require(request, Role.ADMIN).name
+    tenant = find(Tenant, "tenant", slug=slug)
+    user = _sign_in(body.name)
+    return _made(_member(services.add_member(user, tenant=tenant, by=by, now=database_now())))
+
+
+@ops_router.post(
+    "/tenants/{slug:slug}/members/remove",
+    response={204: None, 403: Error, 404: Error, 409: Error},
+)
+def remove_member(request: HttpRequest, slug: str, body: MemberIn) -> Status[None]:
+    """Let a person see a tenant's usage no longer (admin)."""
+    by = require(request, Role.ADMIN).name
+    tenant = find(Tenant, "tenant", slug=slug)
+    services.remove_member(_sign_in(body.name), tenant=tenant, by=by, now=database_now())
+    return Status(204, None)
+
+
+def _sign_in(name: str) -> User:
+    user = User.objects.filter(username=name).first()
+    if user is None:
+        raise NotFound(
+            f"There is no sign-in {name}. `manage.py member {name} TENANT --new` makes one."
+        )
+    return user
+
+
 def _made(row: dict[str, Any]) -> Status[dict[str, Any]]:
     return Status(201, row)
 
@@ -898,6 +1051,15 @@ def _instance(row: RuntimeInstance) -> dict[str, Any]:
         "dead_asked_at": row.dead_asked_at,
         "dead_asked_by": row.dead_asked_by,
         "dead_asked_why": row.dead_asked_why,
+    }
+
+
+def _member(row: Membership) -> dict[str, Any]:
+    return {
+        "name": row.user.get_username(),
+        "tenant": row.tenant.slug,
+        "at": row.at,
+        "by": row.by,
     }
 
 

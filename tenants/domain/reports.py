@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Literal
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+# How long an instance may use its shares in full from the moment it sent a report; past that,
+# the safe part, until its lease is over.
+GRANT_SECONDS = 30.0
+# Bounds of what is kept of one report.
+ID_MAX, MAX_REASONS, MAX_ENDPOINTS = 128, 50, 100
+COUNT_MAX, NUMBER_MAX = 1_000_000_000, 2**53
+EVICTED = ("size", "idle", "generation", "gone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +28,8 @@ class Usage:
     tokens: int = 0
     # Reason -> refused turns; refused demand is demand.
     refused: dict[str, int] = field(default_factory=dict)
+    # The same, of limits that are only tried: these turns were served.
+    would_refuse: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,14 @@ class Report:
     in_flight_older: dict[str, int]
     usage: tuple[Usage, ...] = ()
     dirty: tuple[Dirty, ...] = ()
+    # Number of the last grants that it applied. Read before in_flight: a count may then be above
+    # a share that has just become smaller, never the other way round.
+    grants_number: int = 0
+    # Whether its Runners are built ahead.
+    ready: bool = True
+    # What it says of its cache of Runners and of its circuit breakers: shown, proves nothing.
+    runners: dict[str, Any] = field(default_factory=dict)
+    breakers: dict[str, Any] = field(default_factory=dict)
 
 
 def verdict(last: int, seq: int) -> Literal["next", "again", "gap"]:
@@ -72,16 +91,123 @@ def merged(lines: Iterable[Usage]) -> list[Usage]:
     for line in lines:
         minute = line.minute.replace(second=0, microsecond=0)
         had = sums.get((line.tenant, minute), Usage(line.tenant, minute))
-        refused = {
-            reason: had.refused.get(reason, 0) + line.refused.get(reason, 0)
-            for reason in {**had.refused, **line.refused}
-        }
         sums[line.tenant, minute] = Usage(
             line.tenant,
             minute,
             turns=had.turns + line.turns,
             model_calls=had.model_calls + line.model_calls,
             tokens=had.tokens + line.tokens,
-            refused=refused,
+            refused=_added(had.refused, line.refused),
+            would_refuse=_added(had.would_refuse, line.would_refuse),
         )
     return list(sums.values())
+
+
+def storable(value: Any) -> str | None:
+    """Return an id as it is, or None where the database could not hold it."""
+    fits = isinstance(value, str) and len(value) <= ID_MAX and "\0" not in value
+    # A lone surrogate is no text in any encoding.
+    return value if fits and not any("\ud800" <= c <= "\udfff" for c in value) else None
+
+
+def clean_number(value: Any) -> int:
+    """Return a number of grants, 0 for what is none: then all of them are sent again.
+
+    >>> clean_number(7), clean_number(-1), clean_number(True), clean_number("7")
+    (7, 0, 0, 0)
+    """
+    return _count(value, NUMBER_MAX) or 0
+
+
+def clean_ready(value: Any) -> bool:
+    """Return whether an instance is ready; one that says nothing that we know is."""
+    return value if isinstance(value, bool) else True
+
+
+def clean_counts(value: Any) -> dict[str, int]:
+    """Return reasons with their counts, without what is none.
+
+    >>> clean_counts({"rate": 3, "quota": -1, "budget": 1.5})
+    {'rate': 3}
+    """
+    kept: dict[str, int] = {}
+    for reason, said in _items(value):
+        count = _count(said)
+        if count is not None and storable(reason) is not None and len(kept) < MAX_REASONS:
+            kept[reason] = count
+    return kept
+
+
+def clean_runners(value: Any) -> dict[str, Any] | None:
+    """Return what an instance says of its cache of Runners: known fields with sound values.
+
+    None: it says nothing. A field that makes no sense is 0, or None where nobody measured.
+
+    >>> (clean_runners({"size": 3, "limit": float("nan"), "more": []}) or {})["limit"]
+    0
+    """
+    if not isinstance(value, dict) or not value:
+        return None
+    evicted, build_ms = _dict(value.get("evicted")), _dict(value.get("build_ms"))
+    return {
+        "size": _count(value.get("size")) or 0,
+        "limit": _count(value.get("limit")) or 0,
+        "idle_seconds": _amount(value.get("idle_seconds")) or 0.0,
+        "evicted": {cause: _count(evicted.get(cause)) or 0 for cause in EVICTED},
+        "builds": _count(value.get("builds")) or 0,
+        "build_ms": {name: _amount(build_ms.get(name)) for name in ("p50", "p99")},
+        "bytes": _count(value.get("bytes"), NUMBER_MAX),
+    }
+
+
+def clean_breakers(value: Any) -> dict[str, Any]:
+    """Return what an instance says of its circuit breakers, by model endpoint.
+
+    An endpoint whose name we can't keep, or whose state nobody knows, is left out.
+    """
+    kept: dict[str, Any] = {}
+    for endpoint, said in _items(value):
+        state = _dict(said).get("state")
+        if storable(endpoint) is None or state not in ("closed", "open", "half_open"):
+            continue
+        counts = ("failures", "own_quota_429", "shared_pool_429")
+        kept[endpoint] = {
+            "state": state,
+            **{name: _count(said.get(name)) or 0 for name in counts},
+            "retry_at": _moment(said.get("retry_at")),
+        }
+        if len(kept) == MAX_ENDPOINTS:
+            break
+    return kept
+
+
+def _added(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {reason: one.get(reason, 0) + other.get(reason, 0) for reason in {**one, **other}}
+
+
+def _items(value: Any) -> Collection[tuple[Any, Any]]:
+    return _dict(value).items()
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any, most: int = COUNT_MAX) -> int | None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if whole and 0 <= value <= most else None
+
+
+def _amount(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    # Compared before it is made a float: an int may be larger than any.
+    return float(value) if 0 <= value <= COUNT_MAX and math.isfinite(value) else None
+
+
+def _moment(value: Any) -> str | None:
+    try:
+        at = datetime.fromisoformat(value) if isinstance(value, str) else None
+        return None if at is None or at.tzinfo is None else at.astimezone(UTC).isoformat()
+    except (ValueError, OverflowError):
+        return None

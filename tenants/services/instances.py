@@ -25,13 +25,14 @@ from tenants.domain.fence import (
     silence,
 )
 from tenants.domain.minutes import counted_minute
-from tenants.domain.reports import Report, Usage, merged, verdict
+from tenants.domain.reports import GRANT_SECONDS, Report, Usage, merged, verdict
 from tenants.domain.versions import Version, parse
 from tenants.models import (
     AuditEntry,
     Cell,
     Counter,
     DirtyLine,
+    Grants,
     PolicyEntry,
     RuntimeInstance,
     UsageLine,
@@ -115,6 +116,11 @@ class Reported:
     poll_after_ms: int
     # The cell's present version.
     version: Version
+    # How long from now on shares may be used in full; counted by the instance as the lease is.
+    grant_seconds: float
+    # The number of its shares and all of them, for an instance that has not heard the newest.
+    # None: what it holds stands.
+    grants: tuple[int, dict[str, Any]] | None
 
 
 @transaction.atomic
@@ -278,6 +284,7 @@ def _take(said: Report, cells: Collection[int] | None, now: datetime) -> Reporte
             told = cadence_ms(row.cell.fast_until, now)
             known = applied is not None and applied.epoch == current.epoch
             row.lease_until = now + _lease()
+            row.grants_until = now + timedelta(seconds=GRANT_SECONDS)
             RuntimeInstance.objects.filter(pk=row.pk).update(
                 seq=row.seq,
                 reported_at=now,
@@ -287,6 +294,11 @@ def _take(said: Report, cells: Collection[int] | None, now: datetime) -> Reporte
                 applied_version=applied.number if applied is not None and known else 0,
                 in_flight=_running(said.in_flight),
                 in_flight_older=_running(said.in_flight_older),
+                grants_heard=said.grants_number,
+                grants_until=row.grants_until,
+                ready=said.ready,
+                runners=said.runners,
+                breakers=said.breakers,
                 **_told(row, told, now),
             )
             row.poll_after_ms = told
@@ -294,8 +306,14 @@ def _take(said: Report, cells: Collection[int] | None, now: datetime) -> Reporte
         if row.gone_at is None:
             _mark_gone(row, GoneWhy.LAPSED, now)
         return _gone()
-    left = max(0.0, (row.lease_until - now).total_seconds())
-    return Reported(left, cadence_ms(row.cell.fast_until, now), current)
+    return Reported(
+        lease_seconds=_left(row.lease_until, now),
+        poll_after_ms=cadence_ms(row.cell.fast_until, now),
+        version=current,
+        # Of a retry: what is left, for the one before it may have been the one that was heard.
+        grant_seconds=_left(row.grants_until, now),
+        grants=_unheard(row, said.grants_number),
+    )
 
 
 @transaction.atomic
@@ -470,6 +488,7 @@ def _keep_lines(row: RuntimeInstance, said: Report, now: datetime) -> None:
             model_calls=line.model_calls,
             tokens=line.tokens,
             refused=line.refused,
+            would_refuse=line.would_refuse,
         )
         for line in merged(
             _in_its_minute(row, [one for one in said.usage if one.tenant in known], now)
@@ -622,6 +641,22 @@ def _told(row: RuntimeInstance, told: int, now: datetime) -> dict[str, Any]:
     """Return the columns that note which cadence an instance is being told."""
     hurried_at = (row.hurried_at or now) if told == FAST_MS else None
     return {"poll_after_ms": told, "hurried_at": hurried_at}
+
+
+def _unheard(locked: RuntimeInstance, heard: int) -> tuple[int, dict[str, Any]] | None:
+    """Return the shares that an instance does not apply yet; None if it has the newest.
+
+    Whoever divides locks the instance's row too, so number and shares are of one moment. Any
+    other number, such as one of a database that was lost, is answered with all of them.
+    """
+    if heard == locked.grants_number:
+        return None
+    shares = Grants.objects.filter(instance=locked).values_list("shares", flat=True).first()
+    return locked.grants_number, shares or {}
+
+
+def _left(until: datetime | None, now: datetime) -> float:
+    return 0.0 if until is None else max(0.0, (until - now).total_seconds())
 
 
 def _running(counts: Mapping[str, int]) -> dict[str, int]:

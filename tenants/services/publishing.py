@@ -408,7 +408,7 @@ def _document(
     sides: dict[str, dict[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Return the part of an entry that is sent as it is kept; `home` is where not this cell is."""
-    scope = Scope.objects.filter(tenant=tenant).order_by("-version")[0]
+    scope = Scope.objects.filter(tenant=tenant, trial=False).order_by("-version")[0]
     return {
         "tenant": tenant.slug,
         "agent": tenant.agent.slug,
@@ -420,15 +420,25 @@ def _document(
         "split": False,
         "sides": sides,
         "store": {"key": store.key, "kind": store.kind},
-        "scope": {
-            "version": scope.version,
-            "max_concurrent_runs": scope.max_concurrent_runs,
-            "runs_per_second": scope.runs_per_second,
-            "daily_token_budget": scope.daily_token_budget,
-            "max_model_calls_per_run": scope.max_model_calls_per_run,
-            "allowed_tools": scope.allowed_tools,
-            "weight": tenant.weight,
-        },
+        "scope": _limits(scope, tenant.budget_spent_until),
+        # Of the same shape: what it would have refused is counted, and served.
+        "trial": None if tenant.trial is None else _limits(tenant.trial, None),
+    }
+
+
+def _limits(scope: Scope, spent_until: datetime | None) -> dict[str, Any]:
+    return {
+        "version": scope.version,
+        "max_concurrent_runs": scope.max_concurrent_runs,
+        "runs_per_second": scope.runs_per_second,
+        "daily_token_budget": scope.daily_token_budget,
+        "max_model_calls_per_run": scope.max_model_calls_per_run,
+        "allowed_tools": scope.allowed_tools,
+        "exact_budget": scope.exact_budget,
+        # A runtime lets go by itself afterwards: a control plane that is away at the tenant's
+        # midnight must not keep it refused.
+        "budget_spent_until": None if spent_until is None else spent_until.isoformat(),
+        "weight": scope.weight,
     }
 
 

@@ -16,7 +16,15 @@ from durable.clock import database_now
 from tenants import queries, services
 from tenants.domain.fence import FAST_MS, SLOW_MS
 from tenants.domain.reports import Dirty, Usage
-from tenants.models import AuditEntry, Cell, Counter, DirtyLine, RuntimeInstance, UsageLine
+from tenants.models import (
+    AuditEntry,
+    Cell,
+    Counter,
+    DirtyLine,
+    Grants,
+    RuntimeInstance,
+    UsageLine,
+)
 from tenants.services import instances
 from tenants.tasks import sweep
 from tests import make
@@ -316,6 +324,54 @@ def test_a_report_tells_the_cadence_too(cast: make.Cast, joined: Any, now: datet
     services.hurry([cast.cell], until=now + timedelta(seconds=9))
     assert services.report(joined.next_report(), now=now).poll_after_ms == FAST_MS
     assert (joined.row.poll_after_ms, joined.row.hurried_at) == (FAST_MS, now)
+
+
+# --- shares ---------------------------------------------------------------------------------
+
+
+def granted(one: Any, number: int, **shares: Any) -> None:
+    row = one.row
+    Grants.objects.update_or_create(
+        instance=row, defaults={"shares": shares, "made_at": row.joined_at}
+    )
+    RuntimeInstance.objects.filter(pk=row.pk).update(grants_number=number)
+
+
+@pytest.mark.django_db
+def test_shares_are_sent_until_they_are_heard_and_read_only_then(
+    joined: Any, now: datetime, django_assert_num_queries: Any
+) -> None:
+    with django_assert_num_queries(4):
+        answer = services.report(joined.next_report(), now=now)
+    assert (answer.grants, answer.grant_seconds) == (None, 30.0)
+    granted(joined, 1, acme={"max_concurrent_runs": 3})
+    with django_assert_num_queries(5):
+        answer = services.report(joined.next_report(), now=now)
+    assert answer.grants == (1, {"acme": {"max_concurrent_runs": 3}})
+    # Its answer was lost.
+    assert services.report(joined.next_report(), now=now).grants == answer.grants
+    with django_assert_num_queries(4):
+        answer = services.report(joined.next_report(grants_number=1), now=now)
+    assert answer.grants is None
+    assert (joined.row.grants_heard, joined.row.grants_number) == (1, 1)
+
+
+@pytest.mark.django_db
+def test_only_a_report_that_is_taken_lets_shares_be_used_for_longer(
+    joined: Any, now: datetime
+) -> None:
+    said = joined.next_report()
+    services.report(said, now=now)
+    until = now + timedelta(seconds=30)
+    assert joined.row.grants_until == until
+    later = now + timedelta(seconds=12)
+    assert services.report(said, now=later).grant_seconds == 18.0
+    assert joined.row.grants_until == until
+    assert services.report(said, now=now + timedelta(seconds=40)).grant_seconds == 0.0
+    services.leave(joined.key, now=later)
+    with pytest.raises(services.InstanceGone):
+        services.report(joined.next_report(grants_number=9), now=later)
+    assert (joined.row.grants_until, joined.row.grants_heard) == (until, 0)
 
 
 # --- joining anew ---------------------------------------------------------------------------

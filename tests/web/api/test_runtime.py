@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from platform_admin import api
 from tenants import queries, services
 from tenants.api import EntryOut, FeedOut, JoinOut, PlacementOut, PolicyOut, ReportOut
 from tenants.domain.fence import FAST_MS, SLOW_MS
-from tenants.models import DirtyLine, RuntimeInstance, Token, UsageLine
+from tenants.models import DirtyLine, Grants, RuntimeInstance, Token, UsageLine
 from tests import make
 
 pytestmark = pytest.mark.django_db
@@ -30,7 +30,8 @@ JOIN: dict[str, Any] = {
     "stores": ["store-eu1-a"],
     "replaces": None,
 }
-MINUTE = "2026-03-02T12:00:00Z"
+# One that can be true: another would be corrected.
+MINUTE = f"{datetime.now(UTC):%Y-%m-%dT%H:%M}:00Z"
 
 
 @pytest.fixture
@@ -222,6 +223,16 @@ def test_another_cells_token_sees_and_does_nothing(
 
 # --- reports --------------------------------------------------------------------------------
 
+SHARE = {
+    "runs_per_second": 2.5,
+    "max_concurrent_runs": 5,
+    "tokens_per_minute": None,
+    "safe_runs_per_second": 1.25,
+    "safe_max_concurrent_runs": 2,
+    "safe_tokens_per_minute": None,
+    "tokens_left": 90_000,
+}
+
 
 def test_a_report_is_answered_with_lease_grants_cadence_and_version(
     cast: make.Cast, runtime: Any, instance: str
@@ -250,7 +261,7 @@ def test_a_report_is_answered_with_lease_grants_cadence_and_version(
     assert answer.json()["version"] == version
     line = UsageLine.objects.get()
     assert (line.turns, line.tokens, line.refused) == (3, 12_000, {"draining": 2})
-    assert line.minute.isoformat() == "2026-03-02T12:00:00+00:00"
+    assert line.minute == datetime.fromisoformat(MINUTE)
     assert RuntimeInstance.objects.get(key=instance).in_flight == {"acme": 2}
 
 
@@ -325,15 +336,111 @@ def test_an_id_that_can_not_be_kept_costs_its_line_and_not_the_report(
     assert RuntimeInstance.objects.get().in_flight == {"acme": 1}
 
 
+RUNNERS = {
+    "size": 12,
+    "limit": 2_000,
+    "idle_seconds": 1_800.0,
+    "evicted": {"size": 1, "idle": 2, "generation": 3, "gone": 4},
+    "builds": 22,
+    "build_ms": {"p50": 41.5, "p99": 2_000.0},
+    "bytes": 190_000,
+}
+BREAKER = {
+    "state": "open",
+    "failures": 5,
+    "own_quota_429": 3,
+    "shared_pool_429": 2,
+    "retry_at": "2026-03-02T12:00:30+00:00",
+}
+
+
+def test_what_an_instance_says_of_itself_is_kept(runtime: Any, instance: str) -> None:
+    usage = [{"tenant": "acme", "minute": MINUTE, "turns": 1, "would_refuse": {"rate": 4}}]
+    said = {"runners": RUNNERS, "breakers": {"gemini": BREAKER}, "ready": False}
+    assert report(runtime, instance, usage=usage, **said).status_code == 200
+    row = RuntimeInstance.objects.get(key=instance)
+    assert (row.runners, row.breakers, row.ready) == (RUNNERS, {"gemini": BREAKER}, False)
+    assert UsageLine.objects.get().would_refuse == {"rate": 4}
+
+
+def test_a_number_of_grants_that_is_not_ours_is_answered_with_all_of_them(
+    runtime: Any, instance: str
+) -> None:
+    row = RuntimeInstance.objects.get(key=instance)
+    shares = {"acme": SHARE}
+    Grants.objects.create(instance=row, shares=shares, made_at=database_now())
+    RuntimeInstance.objects.filter(pk=row.pk).update(grants_number=3)
+    for seq, number in enumerate([0, 2, 4, 2**53, "x"], start=1):
+        answer = report(runtime, instance, seq=seq, grants_number=number).json()
+        assert answer["grants"] == {"number": 3, "tenants": shares}
+    is_exactly(answer, ReportOut)
+    answer = report(runtime, instance, seq=6, grants_number=3).json()
+    assert (answer["grants"], answer["grant_seconds"]) == (None, 30.0)
+    # Its answer may have been lost: a retry is told of what is left, and of the same.
+    again = report(runtime, instance, seq=6, grants_number=3).json()
+    assert again["grants"] is None
+    assert 0 < again["grant_seconds"] < 30.0
+
+
+NAN, HUGE = float("nan"), 10**400
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *({"grants_number": bad} for bad in (-1, NAN, HUGE, "9", None, [], True)),
+        *({"ready": bad} for bad in (1, "no", None)),
+        *({"runners": bad} for bad in (None, [], "x", {"size": -1, "bytes": HUGE, "build_ms": 3})),
+        {"runners": {"idle_seconds": NAN, "evicted": {"size": -1}, "build_ms": {"p50": -NAN}}},
+        {"runners": {"size": 1e400, f"{'x' * 9_000}": {}, "\ud800": 1, "builds": True}},
+        *({"breakers": bad} for bad in (None, [], {"m": 3}, {"m": {}}, {"m": {"state": []}})),
+        {"breakers": dict.fromkeys(("\ud800", "a\0b", "x" * 129), BREAKER)},
+        {"breakers": {f"m{n}": {"state": "nonsense"} for n in range(20_000)}},
+        {"breakers": {"\0": {"state": "open", "retry_at": "\ud800"}}},
+        *(
+            {"usage": [{"tenant": "acme", "minute": MINUTE, "turns": 1, "would_refuse": bad}]}
+            for bad in (None, [], {"rate": -1, "a\0": 1, "\ud800": 1, "quota": NAN, "x": HUGE})
+        ),
+    ],
+    ids=lambda said: f"{repr(said)[:45]}{repr(said)[-25:]}",
+)
+def test_a_part_that_makes_no_sense_costs_neither_the_report_nor_the_lease(
+    runtime: Any, instance: str, said: dict[str, Any]
+) -> None:
+    answer = report(runtime, instance, in_flight={"acme": 1}, **said)
+    assert answer.status_code == 200, answer.content
+    row = RuntimeInstance.objects.get(key=instance)
+    assert (row.seq, row.in_flight, row.grants_heard, row.ready) == (1, {"acme": 1}, 0, True)
+    assert row.breakers == {}
+    kept = row.runners
+    assert not kept or (kept["size"], kept["idle_seconds"], kept["bytes"]) == (0, 0.0, None)
+    assert [line.would_refuse for line in UsageLine.objects.all()] in ([], [{}])
+
+
+def test_what_is_kept_of_a_giant_part_is_bounded(runtime: Any, instance: str) -> None:
+    counts = {f"r{n}": n for n in range(10_000)}
+    usage = [{"tenant": "acme", "minute": MINUTE, "would_refuse": counts}]
+    breakers = {f"m{n}": {**BREAKER, "retry_at": "soon", "more": [BREAKER]} for n in range(1_000)}
+    runners = {**RUNNERS, "evicted": counts, "more": counts}
+    answer = report(runtime, instance, usage=usage, breakers=breakers, runners=runners)
+    assert answer.status_code == 200
+    row = RuntimeInstance.objects.get(key=instance)
+    assert len(row.breakers) == 100
+    assert row.breakers["m99"] == {**BREAKER, "retry_at": None}
+    assert row.runners == {**RUNNERS, "evicted": dict.fromkeys(RUNNERS["evicted"], 0)}
+    assert len(UsageLine.objects.get().would_refuse) == 50
+
+
 def test_the_largest_report_is_taken(runtime: Any, instance: str) -> None:
+    last = datetime.fromisoformat(MINUTE)
+    RuntimeInstance.objects.update(joined_at=last - timedelta(days=4))
+    minutes = [last - timedelta(minutes=back) for back in range(5_000)]
     usage = [
-        {"tenant": "acme", "minute": f"2026-03-{day:02}T{hour:02}:{minute:02}:00Z", "turns": 10**9}
-        for day in range(1, 5)
-        for hour in range(24)
-        for minute in range(52)
+        {"tenant": "acme", "minute": f"{minute:%Y-%m-%dT%H:%M}:00Z", "turns": 10**9}
+        for minute in minutes
     ]
-    assert report(runtime, instance, usage=usage[:5_000]).status_code == 200
-    assert UsageLine.objects.count() == min(5_000, len(usage))
+    assert report(runtime, instance, usage=usage).status_code == 200
+    assert UsageLine.objects.count() == 5_000
 
 
 def test_a_body_beyond_the_servers_limit_is_413(runtime: Any, instance: str) -> None:
