@@ -539,6 +539,8 @@ def _soak(plan: _Plan) -> str:
 def _offboard(plan: _Plan) -> str:
     move = plan.move
     gone = f"deletes {plan.held} on {move.source_store}, each only if it is still what was copied"
+    if move.source_store.memory_from and move.target_store.memory_from and plan.said(MEMORY):
+        gone += ", and what its memory has of them, if it is a place of its own"
     if move.offboard_automatically:
         return f"When the soak ends it {gone}. Nobody is asked."
     return f"Waits for the typed confirmation “{move.tenant.slug}”, then {gone}."

@@ -19,9 +19,18 @@ from migrations_app import copying
 from migrations_app.copying import Meter, Swept, Timer
 from migrations_app.domain.phases import REVERSED
 from migrations_app.models import SessionStamp, TenantMigration
-from migrations_app.ports.base import AddressMissing, Key, SessionStore
-from migrations_app.ports.memory import Memory, MemoryFailed, Recalled, open_memory, recall, where
+from migrations_app.ports.base import START, AddressMissing, Key, SessionStore
+from migrations_app.ports.memory import (
+    Forgotten,
+    Memory,
+    MemoryFailed,
+    Recalled,
+    open_memory,
+    recall,
+    where,
+)
 from tenants.domain.words import counted
+from tenants.models import Store
 
 # Sessions that are given to the service at once; as many are held in our memory.
 AT_ONCE = 8
@@ -29,6 +38,8 @@ AT_ONCE = 8
 PAGE = 500
 # How many sessions are looked for by a search before the cutover.
 SAMPLED = 5
+# In SessionStamp.memory_stamp, before the number of events that are removed already: no stamp.
+FORGOTTEN = "forgotten "
 # A service's answer is measured on a few sessions already: it is slow, not noisy.
 LEAST_MEASURED = 5
 
@@ -105,8 +116,9 @@ def _due(move: TenantMigration) -> QuerySet[SessionStamp]:
 
 
 @contextmanager
-def _opened(move: TenantMigration) -> Iterator[Memory]:
-    reference = copying.way(move).to_store.memory_from
+def _opened(move: TenantMigration, store: Store | None = None) -> Iterator[Memory]:
+    """Open the memory service of one side; of the written one, if none is given."""
+    reference = (store or copying.way(move).to_store).memory_from
     with open_memory(reference, app_name=move.tenant.app_name) as memory:
         yield memory
 
@@ -162,7 +174,7 @@ def forget(
     all are through; if not, ask again with the same keys. Whatever a service doesn't remove is
     named in the move's log.
     """
-    wanted, timer = set(keys), Timer()
+    wanted = set(keys)
     named = move.stamps.filter(session_id__anyof={key.session_id for key in wanted})
     rows = [
         row
@@ -172,30 +184,147 @@ def forget(
     if not rows or not goes_over(move):
         return True
     with _opened(move) as memory:
-        for at in range(0, len(rows), AT_ONCE):
-            few = rows[at : at + AT_ONCE]
-            gone = [Key(row.user_id, row.session_id) for row in few]
-            left = sum(
-                not (isinstance(one, Recalled) and memory.forget(one))
-                for one in recall(target, move.tenant.app_name, gone)
-            )
-            _note_forgotten(move, few, left, clock)
+        return _forget(
+            move, target, memory, rows, timer=Timer(), clock=clock, noun="deleted session"
+        )
+
+
+def _forget(
+    move: TenantMigration,
+    target: SessionStore,
+    memory: Memory,
+    rows: Sequence[SessionStamp],
+    *,
+    timer: Timer,
+    clock: Clock,
+    noun: str,
+) -> bool:
+    """Remove these from the written side's memory, one by one; return whether all are through."""
+    left = 0
+    try:
+        for at, row in enumerate(rows):
+            with holding(move):
+                # Looked at before each: an overtaken worker removes nothing more.
+                pass
+            behind = _behind(row)
+            came = _forgotten(move, target, memory, row, timer=timer, behind=behind)
+            stamp = f"{FORGOTTEN}{came.behind}" if came.behind else ""
+            left += not (came.gone or came.behind)
+            with holding(move) as locked:
+                move.stamps.filter(pk=row.pk).update(memory_stamp=stamp)
+                if not stamp:
+                    locked.remembered = move.remembered = max(locked.remembered - 1, 0)
+                    locked.save(update_fields=["remembered"])
             if timer.out:
-                return at + AT_ONCE >= len(rows)
+                return not stamp and at + 1 == len(rows)
+    finally:
+        if left:
+            with holding(move) as locked:
+                _stays(locked, counted(left, noun), copying.way(move).to_store, clock)
     return True
 
 
-def _note_forgotten(
-    move: TenantMigration, rows: Sequence[SessionStamp], left: int, clock: Clock
-) -> None:
-    with holding(move) as locked:
-        move.stamps.filter(pk__in=[row.pk for row in rows]).update(memory_stamp="")
-        locked.remembered = move.remembered = max(locked.remembered - len(rows), 0)
-        locked.save(update_fields=["remembered"])
-        if left:
-            what = counted(left, "deleted session stays", "deleted sessions stay")
-            note = f"{what} in the memory of {copying.way(move).to_store}: it removes none by event"
-            _say(locked, note, clock)
+def _behind(row: SessionStamp) -> int:
+    """Return how many events of a session are removed already, by a step whose time was up."""
+    kept = row.memory_stamp
+    return int(kept.removeprefix(FORGOTTEN)) if kept.startswith(FORGOTTEN) else 0
+
+
+def _forgotten(
+    move: TenantMigration,
+    store: SessionStore,
+    memory: Memory,
+    row: SessionStamp,
+    *,
+    timer: Timer,
+    behind: int,
+) -> Forgotten:
+    """Remove one session, by its events at `store`."""
+    key = Key(row.user_id, row.session_id)
+    for one in recall(store, move.tenant.app_name, [key], shared=False):
+        if not isinstance(one, Recalled):
+            # google-adk can't read it, so nobody knows by which ids memory has it.
+            return Forgotten(gone=False)
+        return memory.forget(one, until=timer.until, behind=behind)
+    return Forgotten(gone=True)
+
+
+# --- at the end -----------------------------------------------------------------------------------
+
+
+def clear(move: TenantMigration, target: SessionStore, *, timer: Timer, clock: Clock) -> bool:
+    """Remove from the target's memory what this move gave it; return whether all is through.
+
+    By the events of the copies at `target`, so before those are deleted.
+    """
+    rows = move.stamps.exclude(memory_stamp="")
+    if not goes_over(move) or not rows.exists():
+        return True
+    with _cleaning(move, move.target_store, move.source_store) as memory:
+        if memory is None:
+            count = rows.count()
+            with holding(move) as locked:
+                rows.update(memory_stamp="")
+                _stays(locked, counted(count, "session"), move.target_store, clock)
+            return True
+        while page := list(rows.order_by("pk")[:PAGE]):
+            if not _forget(move, target, memory, page, timer=timer, clock=clock, noun="session"):
+                return False
+    return True
+
+
+def offboard(move: TenantMigration, source: SessionStore, *, timer: Timer, clock: Clock) -> Swept:
+    """Remove from the source's memory the sessions that OFFBOARD is about to delete there.
+
+    By their events at `source`; only those that are still what was recorded. Walks our own list:
+    the cursor holds the last id, and of the next one how many events are gone; before that, how
+    many sessions memory has kept.
+    """
+    last, _, behind = (move.cursor_session or "0").partition(" ")
+    at, gone, left = int(last), int(behind or 0), int(move.cursor_user or 0)
+    rows = move.stamps.exclude(source_stamp="").order_by("pk")
+    if not move.source_store.memory_from or not goes_over(move) or not rows.exists():
+        return Swept(START, 0, finished=True)
+    with _cleaning(move, move.source_store, move.target_store) as memory:
+        while page := list(rows.filter(pk__gt=at)[:PAGE]):
+            if memory is None:
+                left += rows.filter(pk__gt=at).count()
+                break
+            now = source.stamps([Key(row.user_id, row.session_id) for row in page])
+            for row in page:
+                if now.get(Key(row.user_id, row.session_id)) == row.source_stamp:
+                    with holding(move):
+                        # As everywhere: an overtaken worker removes nothing more.
+                        pass
+                    came = _forgotten(move, source, memory, row, timer=timer, behind=gone)
+                    if came.behind:
+                        return Swept(Key(str(left), f"{at} {came.behind}"), 0, finished=False)
+                    left += not came.gone
+                at, gone = row.pk, 0
+                if timer.out:
+                    return Swept(Key(str(left), str(at)), 0, finished=False)
+    if left:
+        with holding(move) as locked:
+            _stays(locked, counted(left, "session"), move.source_store, clock)
+    return Swept(START, 0, finished=True)
+
+
+@contextmanager
+def _cleaning(move: TenantMigration, store: Store, other: Store) -> Iterator[Memory | None]:
+    """Open a side's memory to remove sessions there; None: that can't be done, or not safely.
+
+    As for every port: where two sides may be one place nothing is removed. Told anew in each step,
+    for an address may lead elsewhere by now.
+    """
+    if not other.memory_from:
+        yield None
+        return
+    with _opened(move, store) as memory, _opened(move, other) as kept:
+        yield memory if memory.cleans_beside(kept) else None
+
+
+def _stays(locked: TenantMigration, what: str, store: Store, clock: Clock) -> None:
+    _say(locked, f"Left in the memory of {store}, which removes none by event: {what}", clock)
 
 
 def _say(locked: TenantMigration, note: str, clock: Clock) -> None:

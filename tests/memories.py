@@ -40,7 +40,8 @@ class Kept(InMemoryMemoryService):
         self.most = 0
 
     async def add_session_to_memory(self, session: Any) -> None:
-        self.given.append(session.id)
+        if session.events:  # without any it is being removed
+            self.given.append(session.id)
         self.alive.add(_Held(session))
         self.most = max(self.most, len(self.alive))
         if "*" in self.refused or session.id in self.refused:

@@ -591,7 +591,7 @@ def _offboard_dialog(seen: Seen, now: datetime) -> Dialog:
                 f"Everything on {move.target_store}. Sessions on {move.source_store} that are not"
                 " what this move recorded are left there and listed.",
             ),
-            ("Thrown away", f"The source's copy: {counted(move.sessions, 'session')}."),
+            ("Thrown away", f"The source's copy: {_copy_words(move)}."),
             ("Undo", "None, once it is deleted. Pause keeps it from starting."),
         ),
         f"Delete the copy on {move.source_store}",
@@ -599,6 +599,17 @@ def _offboard_dialog(seen: Seen, now: datetime) -> Dialog:
         danger=True,
         asks="typed",
     )
+
+
+def _copy_words(move: TenantMigration) -> str:
+    """Name what OFFBOARD deletes."""
+    source, target = move.source_store.memory_from, move.target_store.memory_from
+    parts = [counted(move.sessions, "session")]
+    if move.artifacts_apart:
+        parts.append("their artifacts")
+    if source and target and source != target:
+        parts.append("what its memory service has of them, as far as that can be removed")
+    return ", ".join(parts)
 
 
 def _leave_dialog(seen: Seen, now: datetime) -> Dialog:

@@ -32,6 +32,9 @@ class Key(NamedTuple):
 
 START = Key("", "")
 
+# How the user is called for whom two places beside stores are told from one; random letters follow.
+NOBODY = "switchyard-nonce-"
+
 # Opaque, up to 120 characters: equal stamps of one store mean an unchanged session
 # (on SQLite all but an edit in place). Stamps of two stores are never compared.
 Stamp = str

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import secrets
+import string
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from migrations_app.domain import canonical
 from migrations_app.ports.address import read
-from migrations_app.ports.base import Key, SessionStore, StoreRefused
+from migrations_app.ports.base import NOBODY, Key, SessionStore, StoreRefused
 from migrations_app.ports.factory import made
 from migrations_app.ports.runner import runner
 
@@ -39,6 +42,16 @@ class MemoryUnknown(StoreRefused):
 
 class MemoryFailed(StoreRefused):
     """The memory service answered with an error, or not in time."""
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What came of removing a session from memory."""
+
+    # False: the service keeps it, or time was up.
+    gone: bool
+    # Where time was up: how many of its events are removed.
+    behind: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,31 +160,71 @@ class Memory:
             return True
         return None if found else False
 
-    def forget(self, recalled: Recalled) -> bool:
-        """Remove a session's words; return whether the service could.
+    def forget(self, recalled: Recalled, *, until: float, behind: int = 0) -> Forgotten:
+        """Remove a session's words, until a moment of the monotonic clock; return how far it came.
 
-        It is asked for single memories, by the events' ids: where it numbers them in another
-        way, what it holds stays.
+        `behind` is what the last call came to. First the session is given once more, without
+        events, which replaces what is held where the service replaces: google-adk's in-memory
+        service never again takes an event that was deleted by its id. Else it is asked for single
+        memories by the events' ids: where it numbers them in another way, what it holds stays.
         """
         events = [event for event in recalled.session.events if _words(_text(event.content))]
         if not events:
-            return True
-        user, last = recalled.key.user_id, events[-1]
-        found = self._search(user, " ".join(_words(_text(last.content))[:WORDS_ASKED]))
-        if not found:
-            return True
-        if not any(entry.id == last.id for entry in found):
-            return False
+            return Forgotten(gone=True)
+        if not behind:
+            listed = self._lists(recalled.key.user_id, events[-1])
+            if listed is None:
+                return Forgotten(gone=True)
+            emptied = recalled.session.model_copy(update={"events": []})
+            with suppress(MemoryFailed):  # it takes none without events
+                self._call(self._service.add_session_to_memory(emptied))
+            left = self._lists(recalled.key.user_id, events[-1])
+            if left is None or (listed and not left):
+                return Forgotten(gone=True)
+            if not left:
+                return Forgotten(gone=False)
         try:
-            for event in events:
+            for at in range(behind, len(events)):
                 self._call(
                     self._service.delete_memory(
-                        app_name=self.app_name, user_id=user, memory_id=event.id
+                        app_name=self.app_name,
+                        user_id=recalled.key.user_id,
+                        memory_id=events[at].id,
                     )
                 )
+                # One at least: a service slower than a step is long still gets on.
+                if time.monotonic() >= until and at + 1 < len(events):
+                    return Forgotten(gone=False, behind=at + 1)
         except NotImplementedError:
-            return False
-        return True
+            return Forgotten(gone=False)
+        return Forgotten(gone=True)
+
+    def _lists(self, user_id: str, event: Any) -> bool | None:
+        """Return whether memory lists an event by its id; None: it finds nothing at all."""
+        found = self._search(user_id, " ".join(_words(_text(event.content))[:WORDS_ASKED]))
+        return any(entry.id == event.id for entry in found) if found else None
+
+    def cleans_beside(self, other: Memory) -> bool:
+        """Tell whether sessions can be removed here, and surely leave `other` as it is.
+
+        Gives a random word to this side and looks for it through both, then removes it. False as
+        well where the word does not show here at once: then nobody knows.
+        """
+        from google.adk.events import Event
+        from google.adk.sessions import Session
+        from google.genai import types
+
+        word = "".join(secrets.choice(string.ascii_lowercase) for _ in range(32))
+        user = f"{NOBODY}{word}"
+        content = types.Content(role="user", parts=[types.Part(text=word)])
+        event = Event(id=word, author="user", content=content)
+        session = Session(id=word, app_name=self.app_name, user_id=user, events=[event])
+        self._call(self._service.add_session_to_memory(session))
+        shows, beyond = (side._lists(user, event) for side in (self, other))
+        # A word that stays is nobody's and does no harm.
+        until = time.monotonic() + CALL_SECONDS
+        removed = self.forget(Recalled(Key(user, word), session), until=until).gone
+        return bool(shows) and beyond is None and removed
 
     def close(self) -> None:
         """Release what the service holds open."""
@@ -205,14 +258,16 @@ def _named(error: BaseException) -> str:
     return "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
 
 
-def recall(store: SessionStore, app_name: str, keys: Sequence[Key]) -> Iterator[Recalled | Key]:
+def recall(
+    store: SessionStore, app_name: str, keys: Sequence[Key], *, shared: bool = True
+) -> Iterator[Recalled | Key]:
     """Read these sessions one by one as google-adk reads them; a key whose session it could not.
 
-    What the store no longer has is left out.
+    What the store no longer has is left out, and with `shared=False` what sessions share.
     """
+    users = [None, *{key.user_id for key in keys}] if shared else []
     states: dict[str | None, Mapping[str, Any]] = {
-        user: _object(row.state)
-        for user, row in store.shared([None, *{key.user_id for key in keys}]).items()
+        user: _object(row.state) for user, row in store.shared(users).items()
     }
     for key in keys:
         found = store.session(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from durable.driver import Clock, holding
 from durable.machine import Go, Outcome, Wait
-from migrations_app import artifacts, copying
+from migrations_app import artifacts, copying, memory
 from migrations_app.copying import Timer
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
@@ -43,6 +43,9 @@ def reopen(move: TenantMigration, clock: Clock) -> Outcome:
     with copying.opened(move, move.target_store) as store:
         if common.guards(move, store, str(move.target_store)):
             store.take(mover=True, agents=False)
+            # Before the copies, whose events tell what it has of them.
+            if not memory.clear(move, store, timer=Timer(), clock=clock):
+                return Wait(changes={"done": move.done})
             if not copying.delete_copied(move, store, timer=Timer()):
                 return Wait(changes={"done": move.done})
             store.take(mover=False, agents=False)

@@ -8,7 +8,7 @@ from typing import Any
 from durable.driver import Clock, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
-from migrations_app import artifacts, copying, queries
+from migrations_app import artifacts, copying, memory, queries
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
@@ -261,14 +261,20 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
             f"Ended with leftovers on {move.source_store}, by {move.leave_requested_by}",
             {"left_behind": left, "ended_at": clock(), "waiting_for": ""},
         )
-    if move.stage != "sessions":
+    if move.stage not in ("forget", "sessions"):
         # First those: their names are told by the sessions that stand beside them.
         taken = artifacts.remove_copied(move, "source", timer=timer)
         if not taken.finished:
             return Wait(changes=common.at_stage("", taken.cursor))
-        move.stage, move.cursor_user, move.cursor_session = "sessions", *START
+        move.stage, move.cursor_user, move.cursor_session = "forget", *START
     with copying.opened(move, move.source_store) as source:
         source.take(mover=True, agents=False)
+        if move.stage == "forget":
+            # Before the sessions, whose events tell what it has of them.
+            gone = memory.offboard(move, source, timer=timer, clock=clock)
+            if not gone.finished:
+                return Wait(changes=common.at_stage("forget", gone.cursor))
+            move.stage, move.cursor_user, move.cursor_session = "sessions", *START
         swept = copying.offboard(move, source, meter=meter, timer=timer)
         if not swept.finished:
             return common.after_sweep(move, meter, swept, then="")

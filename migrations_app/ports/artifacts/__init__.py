@@ -36,8 +36,8 @@ from migrations_app.ports.artifacts.content import (
 )
 from migrations_app.ports.artifacts.known import Sessions
 from migrations_app.ports.artifacts.native import FileStore, MemoryStore
-from migrations_app.ports.artifacts.service import NOBODY, GcsStore, ServiceStore
-from migrations_app.ports.base import StoreRefused, Unreachable
+from migrations_app.ports.artifacts.service import GcsStore, ServiceStore
+from migrations_app.ports.base import NOBODY, StoreRefused, Unreachable
 from migrations_app.ports.factory import made
 from migrations_app.ports.runner import runner
 

@@ -22,7 +22,7 @@ from migrations_app.ports.artifacts.base import (
     Versions,
 )
 from migrations_app.ports.artifacts.content import USER, Content, Name, content
-from migrations_app.ports.base import CannotHold
+from migrations_app.ports.base import NOBODY, CannotHold
 
 if TYPE_CHECKING:
     from google.adk.artifacts import BaseArtifactService
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 # The longest that one call of a service may take: below the worker's hard time limit (20 s), so
 # that it is told what did not answer.
 CALL_SECONDS = 15.0
-# How the user is called for whom two places are told from one; random letters follow.
-NOBODY = "switchyard-nonce-"
 T = TypeVar("T")
 # What a file system answers about a name that it can't hold.
 _NAMES = frozenset({errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ})

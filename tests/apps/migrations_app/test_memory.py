@@ -5,16 +5,23 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from durable.machine import Overtaken
-from migrations_app import copying, memory, preflight
+from migrations_app import copying, memory, preflight, services
 from migrations_app.copying import Key, Meter, Swept, Timer
 from migrations_app.domain.phases import Phase
 from migrations_app.models import SideChannel, TenantMigration
-from migrations_app.ports.base import AddressMissing
-from migrations_app.ports.memory import MemoryFailed, MemoryUnknown, open_memory
+from migrations_app.ports.base import NOBODY, START, AddressMissing
+from migrations_app.ports.memory import (
+    MemoryFailed,
+    MemoryUnknown,
+    Recalled,
+    open_memory,
+    recall,
+)
 from tenants.models import RuntimeInstance
 from tests import memories, scene
 from tests.memories import Deaf, Kept, Paraphrasing, kept
@@ -288,7 +295,7 @@ def test_what_a_memory_cannot_forget_is_named(
     ready(files)
     sweep(files)
     forget(files, ("u-3", "s-7"))
-    note = "1 deleted session stays in the memory of store-eu1-b: it removes none by event"
+    note = "Left in the memory of store-eu1-b, which removes none by event: 1 deleted session"
     assert note in log(files)
     assert files.move.remembered == 11
     forget(files, ("u-3", "s-7"))
@@ -305,10 +312,170 @@ def test_forgetting_many_takes_more_than_one_step(
     with monkeypatch.context() as slow:
         slow.setattr(memory, "Timer", lambda: Timer(0))
         assert not forget(files, *names)
-        assert files.move.remembered == 12 - memory.AT_ONCE
+        assert files.move.remembered == 11
     assert forget(files, *names)
     assert files.move.remembered == 0
     assert kept().texts(APP, "u-3", "s-11") == []
+
+
+class ByName(Kept):
+    """Replaces nothing, and deletes by the events' ids alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deleted: list[str] = []
+
+    async def add_session_to_memory(self, session: Any) -> None:
+        if session.events:
+            await super().add_session_to_memory(session)
+
+    async def delete_memory(self, *, memory_id: str | None = None, **scope: Any) -> None:
+        self.deleted.append(str(memory_id))
+        await super().delete_memory(memory_id=memory_id, **scope)
+
+
+def test_a_session_of_many_events_is_forgotten_in_more_than_one_step(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memories.SERVICES["target"] = slowly = ByName()
+    remember(files, monkeypatch, target=TARGET)
+    ready(files)
+    sweep(files)
+    with monkeypatch.context() as slow:
+        slow.setattr(memory, "Timer", lambda: Timer(0))
+        assert not forget(files, ("u-3", "s-7"))
+        assert slowly.deleted == ["s-7-e0"]
+        assert not forget(files, ("u-3", "s-7"))
+        assert files.move.remembered == 12
+    assert forget(files, ("u-3", "s-7"))
+    # None is asked for twice.
+    assert slowly.deleted == ["s-7-e0", "s-7-e1", "s-7-e2"]
+    assert slowly.texts(APP, "u-3", "s-7") == []
+    assert files.move.remembered == 11
+
+
+def test_what_was_forgotten_may_come_back(files: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(files, monkeypatch, target=TARGET)
+    ready(files)
+    sweep(files)
+    forget(files, ("u-3", "s-7"))
+    ready(files)
+    sweep(files)
+    # An id that google-adk's service was told to delete it never takes again.
+    assert len(kept().texts(APP, "u-3", "s-7")) == 3
+
+
+# --- an abort, and the end ------------------------------------------------------------------------
+
+
+def abort(world: World) -> None:
+    services.abort(world.move, by="ada", reason="wrong cell", now=world.clock())
+
+
+def texts(side: str) -> int:
+    """Return how many words a side's memory holds, and make sure that no nonce is among them."""
+    found = {
+        user: sum(map(len, sessions.values()))
+        for (_, user), sessions in kept(side)._session_events.items()
+    }
+    assert not any(count for user, count in found.items() if user.startswith(NOBODY))
+    return sum(found.values())
+
+
+def test_an_abort_removes_from_the_targets_memory_what_the_move_gave_it(
+    both: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember(both, monkeypatch, target=TARGET, source=SOURCE)
+    ready(both)
+    sweep(both)
+    assert texts("target") == 36
+    abort(both)
+    assert both.run().phase == Phase.ABORTED
+    assert texts("target") == 0
+    assert both.move.remembered == 0
+    # A second try fills it as the first did.
+    both.start()
+    both.run(until=Phase.SOAK)
+    assert texts("target") == 36
+
+
+@pytest.mark.parametrize("source", ["", "python:tests.memories:target"])
+def test_an_abort_leaves_a_memory_that_may_be_both_sides(
+    files: World, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    # Another name of the same place, or a source of whose memory nobody knows.
+    monkeypatch.setattr(memory, "where", lambda reference: reference)
+    remember(files, monkeypatch, target=TARGET, source=source)
+    ready(files)
+    sweep(files)
+    abort(files)
+    assert files.run().phase == Phase.ABORTED
+    assert texts("target") == 36
+    note = "Left in the memory of store-eu1-b, which removes none by event: 12 sessions"
+    assert note in log(files)
+
+
+def in_the_sources_memory(world: World) -> None:
+    """Let the source's memory have what agents gave it."""
+    sessions = [Key(f"u-{number % 4}", f"s-{number}") for number in range(12)]
+    with (
+        copying.opened(world.move, world.cast.store) as source,
+        open_memory("env:MEMORY_A", app_name=APP) as service,
+    ):
+        service.add([one for one in recall(source, APP, sessions) if isinstance(one, Recalled)])
+
+
+def test_offboarding_removes_what_goes_from_the_sources_memory_and_leaves_what_stays(
+    both: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember(both, monkeypatch, target=TARGET, source=SOURCE)
+    both.start()
+    in_the_sources_memory(both)
+    both.run(until=Phase.OFFBOARD)
+    with both.late() as connection:
+        both.source.add_event(connection, APP, "u-3", "s-7", "late", 9_000)
+    assert texts("source") == 36
+    assert both.run().phase == Phase.DONE
+    # The session that changed stays, and its memory with it.
+    assert texts("source") == len(kept("source").texts(APP, "u-3", "s-7")) == 3
+    assert texts("target") == 36
+
+
+def test_offboarding_forgets_a_session_at_a_time_and_counts_what_stays(
+    files: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memories.SERVICES["source"] = slowly = ByName()
+    remember(files, monkeypatch, target=TARGET, source=SOURCE)
+    files.start()
+    in_the_sources_memory(files)
+    files.run(until=Phase.OFFBOARD)
+    TenantMigration.objects.update(stage="forget")
+    steps = 0
+    at = START
+    while True:
+        move = files.move
+        move.cursor_user, move.cursor_session = at
+        with copying.opened(move, files.cast.store) as source:
+            came = memory.offboard(move, source, timer=Timer(0), clock=files.clock)
+        steps += 1
+        if came.finished:
+            break
+        at = came.cursor
+    assert steps > 30
+    ours = [name for name in slowly.deleted if name.startswith("s-")]
+    assert sorted(ours) == sorted(f"{name}-e{n}" for name in ALL for n in range(3))
+    assert texts("source") == 0
+
+
+def test_offboarding_names_what_a_memory_cannot_remove(
+    files: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    remember(files, monkeypatch, target=TARGET, source=f"sqlite:///{tmp_path}/memory.db")
+    files.start()
+    in_the_sources_memory(files)
+    assert files.run().phase == Phase.DONE
+    note = "Left in the memory of store-eu1-a, which removes none by event: 12 sessions"
+    assert note in log(files)
 
 
 # --- the way back ---------------------------------------------------------------------------------
