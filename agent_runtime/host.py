@@ -6,24 +6,33 @@ google-adk isn't imported here: what a Runner and a session service have to be i
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from agent_runtime.admission import budget_spent
 from agent_runtime.client import PolicyClient
-from agent_runtime.errors import Draining, NotHere, TurnTooLong, UnknownStore, WrongRunner
+from agent_runtime.errors import Draining, NotHere, RetryLater, TurnTooLong, UnknownStore
 from agent_runtime.fence import DRAIN_RETRY_SECONDS, SOON_SECONDS, Turn
-from agent_runtime.policy import ACCEPTS_NEW, Entry
+from agent_runtime.policy import ACCEPTS_MOVED, ACCEPTS_NEW, Entry, Policy
+from agent_runtime.runners import IDLE_SECONDS, MAX_RUNNERS, Factory, Kept, RunnerCache
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# The invocations of the turn that runs. A plugin adds the ids that it counts under, and the Host
+# those of the events that come out: a turn that is cancelled in its first model call has none.
+INVOCATIONS: ContextVar[set[str]] = ContextVar("switchyard_invocations")
+
 # What a store that the control plane has closed says when somebody writes.
 CLOSED = "closed by switchyard"
-# Runners kept; a Runner holds no conversation, so dropping one costs building it again.
-MAX_RUNNERS = 2_000
+# What building Runners ahead may take. What isn't built by then is built when its turn comes.
+PREWARM_SECONDS = 15.0
 # How often a running turn's deadline is compared with the lease's clock.
 WATCH_SECONDS = 1.0
 # What a new session is told between "known ones only" and the target's opening: one older turn.
@@ -88,50 +97,77 @@ class SessionService(Protocol):
         """Delete a session."""
 
 
-class Runner(Protocol):
-    """As much of google-adk's Runner as the Host uses."""
-
-    app_name: str
-    session_service: Any
-
-    def run_async(
-        self,
-        *,
-        user_id: str,
-        session_id: str,
-        new_message: Any = None,
-        run_config: Any = None,
-        abort_signal: asyncio.Event | None = None,
-    ) -> AsyncGenerator[Any, None]:
-        """Run one turn; yield each event after it is stored, and partial ones."""
-
-    async def close(self) -> None:
-        """Close toolsets and plugins."""
-
-
 class Host:
     """Serves turns of many tenants in one process.
 
     `stores` maps a store key to a factory of its session service; a service is made once, when
-    its first turn comes. `runners` builds a tenant's Runner from its entry and that service, and
-    is called again when the tenant's store or generation changes. Neither may block for long.
+    its first turn comes. `runners` builds a tenant's Runner from its entry and that service, as a
+    function that takes no time or a coroutine; it is called again when the tenant's store or
+    generation changes, or its Runner was unused for a while. A Host that is made inside its event
+    loop builds the cell's most active tenants ahead, and its client is ready after that.
     """
 
     def __init__(
         self,
         client: PolicyClient,
         stores: Mapping[str, Callable[[], Any]],
-        runners: Callable[[Entry, Any], Runner],
+        runners: Factory,
+        *,
+        max_runners: int | None = None,
+        idle_seconds: float = IDLE_SECONDS,
+        prewarms: Callable[[Entry], bool] = lambda entry: True,
     ) -> None:
+        """Make a host that has opened nothing.
+
+        Keep at most `max_runners` (2,000), each for `idle_seconds` after its last turn. Of the
+        tenants to be built ahead, build those that `prewarms` picks.
+        """
         self._client = client
         self._factories = stores
         self._build = runners
+        self._max_runners = MAX_RUNNERS if max_runners is None else max_runners
+        self._idle_seconds = idle_seconds
+        self._prewarms = prewarms
+        self._begin_anew()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            # Its first turn tells it its loop; until then it can build nothing.
+            self._warmed = True
+        else:
+            self._belong_to(loop)
+            self._look_after()
+
+    def _begin_anew(self) -> None:
+        """Hold nothing. A forked child drops its parent's connections without a word to them."""
+        self._pid = os.getpid()
         self._services: dict[str, Any] = {}
-        # (tenant, store key, generation) -> its Runner, the longest unused first.
-        self._runners: OrderedDict[tuple[str, str, int], Runner] = OrderedDict()
+        self._cache = RunnerCache(
+            self._build,
+            self._client.runners,
+            self._client.clock,
+            limit=self._max_runners,
+            idle_seconds=self._idle_seconds,
+        )
         # asyncio keeps only weak references to tasks.
         self._turns: set[asyncio.Task[None]] = set()
-        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._warmed = False
+        self._warming: asyncio.Task[None] | None = None
+
+    def after_round(self) -> None:
+        """Look after the kept Runners; the client's thread calls this."""
+        try:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._look_after)
+        except RuntimeError:
+            # Its loop is closed, and nobody has closed the Host: it serves nothing any more.
+            self._client.detach(self)
+
+    def warming(self) -> bool:
+        """Return whether Runners are still to be built ahead."""
+        policy = self._client.policy
+        return not self._warmed and policy is not None and bool(policy.prewarm)
 
     async def run(
         self,
@@ -142,16 +178,18 @@ class Host:
         *,
         placement_version: str | None = None,
         sent_on: bool = False,
+        turn_id: str | None = None,
         run_config: Any = None,
         abort_signal: asyncio.Event | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Run one turn and yield the Runner's events: each one but a partial is stored by then.
 
-        `sent_on`: the source of a split has answered NotHere. Nothing is entered before the first
+        `sent_on`: the source of a split has answered NotHere. `turn_id`: the client's own name of
+        the turn; sent again and again it is demand once. Nothing is entered before the first
         event is asked for. The tenant's count goes down when nothing of this turn can write any
         more, whether it was read to its end, raised, was cancelled, closed or dropped. Raises
-        RetryLater's kinds before anything is written, and Draining from within a turn whose store
-        was closed under it; TurnTooLong.
+        RetryLater's kinds before anything is written, TenantThrottled among them; from within a
+        turn Draining, if its store was closed under it, and what a plugin refused; TurnTooLong.
         """
         events: asyncio.Queue[Any] = asyncio.Queue()
         # The turn is a task of its own, so its end depends on no reader: google-adk runs the
@@ -162,6 +200,7 @@ class Host:
             self._turn(
                 events,
                 _Ask(tenant, user_id, session_id, placement_version, sent_on),
+                turn_id,
                 new_message=message,
                 run_config=run_config,
                 abort_signal=abort_signal,
@@ -233,41 +272,127 @@ class Host:
 
         Let the client `leave()` first: it waits for the turns instead of cutting them.
         """
+        self._check_process()
+        self._client.detach(self)
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.wait({self._warming})
         for turn in self._turns:
             turn.cancel()
         if self._turns:
             await asyncio.wait(self._turns)
-        for runner in self._runners.values():
-            await runner.close()
-        self._runners.clear()
+        await self._cache.close()
         for service in self._services.values():
             close = getattr(service, "close", None)
             if close is not None:
                 await close()
         self._services.clear()
 
-    async def _turn(self, events: asyncio.Queue[Any], ask: _Ask, **run: Any) -> None:
+    async def _turn(
+        self, events: asyncio.Queue[Any], ask: _Ask, turn_id: str | None, **run: Any
+    ) -> None:
+        client = self._client
         try:
             async with self._entered(ask) as turn:
-                self._client.usage.turn(ask.tenant)
-                try:
-                    runner = self._runner(turn.entry)
-                    stream = runner.run_async(
-                        user_id=ask.user_id, session_id=str(ask.session_id), **run
-                    )
-                    async with aclosing(stream):
-                        async for event in stream:
-                            self._count(ask.tenant, event)
-                            events.put_nowait(event)
-                            # One at a time: the agent goes on when the reader asks for
-                            # more, as it would without us.
-                            await events.join()
-                finally:
-                    # Inside the fence, so the report that no longer counts this turn has it.
-                    self._client.usage.served(ask.tenant, ask.user_id, str(ask.session_id))
+                # A turn that is refused here leaves the fence again at once.
+                with client.admission.admit(turn.entry, turn_id):
+                    service = self._service(turn.entry)
+                    async with self._cache.use(turn.entry, service) as kept:
+                        if not kept.plugins:
+                            self._check_budget(turn.entry, turn_id)
+                        client.usage.turn(ask.tenant)
+                        try:
+                            await self._run(events, ask, kept, run)
+                        finally:
+                            # Inside the fence, so the report that no longer counts this turn
+                            # has it.
+                            client.usage.served(ask.tenant, ask.user_id, str(ask.session_id))
         except Draining:
-            self._client.usage.refused(ask.tenant, "draining")
+            client.usage.refused(ask.tenant, "draining", turn_id)
             raise
+
+    async def _run(
+        self, events: asyncio.Queue[Any], ask: _Ask, kept: Kept, run: dict[str, Any]
+    ) -> None:
+        runner = kept.runner
+        assert runner is not None  # Whoever uses it keeps it open.
+        seen: set[str] = set()
+        # The turn is a task of its own, and so is its context.
+        INVOCATIONS.set(seen)
+        stream = runner.run_async(user_id=ask.user_id, session_id=str(ask.session_id), **run)
+        try:
+            async with aclosing(stream):
+                async for event in stream:
+                    if kept.plugins:
+                        seen.add(event.invocation_id)
+                    else:
+                        self._count(ask.tenant, event)
+                    events.put_nowait(event)
+                    # One at a time: the agent goes on when the reader asks for more, as it
+                    # would without us.
+                    await events.join()
+        finally:
+            # google-adk tells a plugin nothing of a turn that was cancelled.
+            for plugin in kept.plugins:
+                for invocation in seen:
+                    plugin.forget(invocation)
+
+    def _check_budget(self, entry: Entry, turn_id: str | None) -> None:
+        """Raise TenantThrottled where a Runner has no plugin of ours that looks at the budget."""
+        if wait := self._client.shares.budget_wait(entry):
+            refused = budget_spent(entry, wait)
+            self._client.usage.refused(entry.tenant, refused.reason, turn_id)
+            raise refused
+
+    def _belong_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._client.attach(self)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            # A parent's connections: two processes on one would mix their answers.
+            self._begin_anew()
+            self._warmed = True
+
+    def _look_after(self) -> None:
+        """Drop what is kept for nothing; begin to build ahead once a policy says whom."""
+        policy = self._client.policy
+        self._cache.sweep(policy)
+        if self._warmed or self._warming is not None or policy is None:
+            return
+        if not policy.prewarm:
+            self._warmed = True
+            return
+        self._warming = asyncio.get_running_loop().create_task(self._warm(policy))
+
+    async def _warm(self, policy: Policy) -> None:
+        """Build the Runners of the most active tenants, as many as the time allows."""
+        try:
+            async with asyncio.timeout(PREWARM_SECONDS):
+                for tenant in policy.prewarm[: self._max_runners]:
+                    entry = policy.entries.get(tenant)
+                    if entry is not None and self._is_warmed_here(entry):
+                        await self._warm_one(entry)
+        except TimeoutError:
+            log.warning("not all Runners were built ahead within %s s", PREWARM_SECONDS)
+        finally:
+            self._warmed = True
+            self._client.report_soon()
+
+    def _is_warmed_here(self, entry: Entry) -> bool:
+        lives_here = entry.accepts != ACCEPTS_MOVED and not entry.home_cell
+        return lives_here and self._prewarms(entry)
+
+    async def _warm_one(self, entry: Entry) -> None:
+        try:
+            async with self._cache.use(entry, self._service(entry), weigh=True):
+                pass
+        except Exception as error:
+            # One tenant's broken factory keeps no other from being served. By its class: what
+            # it says may quote a secret.
+            log.warning("no Runner ahead for %s: %s", entry.tenant, type(error).__name__)
+        # Turns that came early run on meanwhile.
+        await asyncio.sleep(0)
 
     async def _write(self, ask: _Ask, write: Callable[[Entry, Any], Awaitable[T]]) -> T:
         async with self._entered(ask) as turn:
@@ -298,7 +423,11 @@ class Host:
             if refused.source is not None and not await self._knows(refused.source, ask):
                 raise _not_here(ask) from None
             raise
+        except RetryLater:
+            raise
         except Exception as error:
+            if (refused_within := _refusal(error)) is not None:
+                raise refused_within from None
             if not is_closed(error):
                 raise
             # The store is the second fence: it closes after every instance has said "drained",
@@ -384,36 +513,10 @@ class Host:
                 f"a turn of {tenant} was cut after {self._client.longest_turn_seconds:g} s"
             )
 
-    def _runner(self, entry: Entry) -> Runner:
-        service = self._service(entry)
-        key = (entry.tenant, entry.store_key, entry.runner_generation)
-        runner = self._runners.get(key)
-        if runner is None:
-            runner = self._build(entry, service)
-            # Either would write what the fence, and a move, know nothing of.
-            if runner.app_name != entry.app_name:
-                raise WrongRunner(
-                    f"the runner built for {entry.tenant} is of app {runner.app_name!r}, "
-                    f"not {entry.app_name!r}"
-                )
-            if runner.session_service is not service:
-                raise WrongRunner(
-                    f"the runner built for {entry.tenant} has a session service of its own, "
-                    f"not the one of store {entry.store_key}"
-                )
-            self._runners[key] = runner
-            while len(self._runners) > MAX_RUNNERS:
-                # Only forgotten: a turn may be running on it.
-                self._runners.popitem(last=False)
-        self._runners.move_to_end(key)
-        return runner
-
     def _service(self, entry: Entry) -> Any:
-        if self._pid != os.getpid():
-            # A parent's connections: two processes on one would mix their answers.
-            self._runners.clear()
-            self._services.clear()
-            self._pid = os.getpid()
+        self._check_process()
+        if self._loop is None:
+            self._belong_to(asyncio.get_running_loop())
         key = entry.store_key
         if key not in self._services:
             if key not in self._factories:
@@ -462,6 +565,16 @@ def _to_its_end(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
             raise
 
     return to_its_end
+
+
+def _refusal(error: BaseException) -> RetryLater | None:
+    """Return what a plugin raised to refuse a run: google-adk wraps it in a RuntimeError."""
+    cause = error.__cause__
+    for _ in range(5):
+        if cause is None or isinstance(cause, RetryLater):
+            return cause
+        cause = cause.__cause__
+    return None
 
 
 def is_closed(error: BaseException) -> bool:
