@@ -16,7 +16,7 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from agent_runtime.admission import Admission, Share, Shares
 from agent_runtime.breaker import Breakers
 from agent_runtime.calls import Answer, BackOff, Caller, contract
 from agent_runtime.clock import Clock, SystemClock
+from agent_runtime.disk import DiskCopy, Whose
 from agent_runtime.errors import BadAnswer, ControlPlaneError, Unreachable
 from agent_runtime.fence import Fence
 from agent_runtime.policy import Policy, Version
@@ -124,11 +125,13 @@ class PolicyClient:
         transport: Transport | None = None,
         clock: Clock | None = None,
         dice: Callable[[], float] = random.random,
+        copy: DiskCopy | None = None,
     ) -> None:
         """Make a client that has not joined.
 
         `stores` are the keys that this process can open; `longest_turn_seconds` is a promise:
         the Host cuts a turn there, and the control plane counts on it. `dice` gives 0 to 1.
+        With a `copy` it serves at once if a process before it left one whose lease still runs.
         """
         self.cell = cell
         self.name = name
@@ -151,7 +154,10 @@ class PolicyClient:
             "stores": sorted(stores),
         }
         self._dice = dice
+        self._copy = copy
         self._begin_anew()
+        if copy is not None:
+            self._resume(copy, Whose(base_url, cell, longest_turn_seconds))
 
     def _begin_anew(self) -> None:
         """Start as a process that has done nothing. Usage, numbers and locks are the parent's."""
@@ -179,6 +185,10 @@ class PolicyClient:
         # The policy that this process held last, for the next join: above the cell's counter it
         # tells a control plane that its database was restored.
         self._held = ""
+        # The fence is open by the disk copy and its lease, until this process's own first policy.
+        self._copied = False
+        # Boot time; of the lease that the last join gave.
+        self._joined_until = -math.inf
         self._poll_after_ms = FIRST_POLL_MS
         self._back_off = BackOff(self._dice)
         self._left = False
@@ -186,6 +196,19 @@ class PolicyClient:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._stop = threading.Event()
+
+    def _resume(self, copy: DiskCopy, whose: Whose) -> None:
+        """Serve from the disk copy, if there is one, until its lease ends or a join succeeds."""
+        kept = copy.open(whose, now=self.clock.boottime())
+        if kept is not None:
+            self.fence.apply(kept.policy)
+            self.fence.lease(kept.lease_until)
+            # Of the grants the safe part: how fresh they are nobody knows, and what of them was
+            # used has gone with the process before.
+            tenants = {t: Share.parse(share) for t, share in kept.grants.items()}
+            self.shares.apply(0, tenants, sent_at=-math.inf, seconds=0.0)
+            self._copied, self._held = True, str(kept.policy.version)
+            log.info("%s serves from the copy of %s until it has joined", self.name, kept.instance)
 
     @property
     def policy(self) -> Policy | None:
@@ -258,10 +281,12 @@ class PolicyClient:
                 elif self._outstanding is not None:
                     self._settle_old_report(self._outstanding)
                 if empty and self.instance is not None:
+                    self._erase_copy()
                     gone = {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}
                     self._plane.call("DELETE", f"{API}/instances/{self.instance}", expect=gone)
             except _Gone:
                 log.info("%s had been gone already", self.name)
+                self._erase_copy()
             except ControlPlaneError as error:
                 log.warning("%s could not leave %s: %s", self.name, self.cell, error)
                 return False
@@ -345,7 +370,14 @@ class PolicyClient:
         self.fence.drop()
         # Granted to an id that is gone; what it still uses is counted for a longest turn.
         self.shares.drop()
+        self._copied = False
         self._replaces, self.instance = self.instance, None
+        self._erase_copy()
+
+    def _erase_copy(self) -> None:
+        """Nobody may serve under an id that has ended, or is about to."""
+        if self._copy is not None:
+            self._copy.erase()
 
     def _join(self) -> str:
         # The last report of an earlier id first: whether its usage was counted, only that id's
@@ -369,7 +401,9 @@ class PolicyClient:
         self.instance, self._replaces = instance, None
         self._seq = 0
         # From when it was sent: the control plane counts from a later moment, so we stop first.
-        self.fence.lease(sent_at + lease_seconds)
+        self._joined_until = sent_at + lease_seconds
+        if not self._copied:
+            self.fence.lease(self._joined_until)
         log.info("%s joined %s as %s", self.name, self.cell, instance)
         return instance
 
@@ -379,7 +413,8 @@ class PolicyClient:
             self._send(report)
 
     def _poll(self, instance: str) -> None:
-        held = self.policy
+        # The copy's policy is another id's: this one serves by a full policy of its own.
+        held = None if self._copied else self.policy
         query = {"instance": instance}
         if held is not None:
             query["since"] = str(held.version)
@@ -404,12 +439,24 @@ class PolicyClient:
             else:
                 raise BadAnswer(f"policy {version} is a delta to nothing that is held here")
             self._hear_cadence(answer.data["poll_after_ms"])
+        held = self.policy
         if held is not None and version.before(held.version):
             # Late, or out of some cache. An instance that has said "applied, and nobody inside"
             # would open again; only the control plane opens a fence, at a higher version.
             log.warning("%s: ignored policy %s, older than %s", self.name, version, held.version)
             return
+        if self._copy is not None:
+            # Before it is applied: what a report says of it has to hold for the next process too.
+            self._copy.policy(instance, answer.data)
         self.fence.apply(policy)
+        if self._copied:
+            # What the copy granted is the other id's too.
+            self.shares.drop()
+            # Not before: until it had polled, the control plane counted on the copy's lease alone.
+            self.fence.lease(self._joined_until)
+            self._copied = False
+        if self._copy is not None:
+            self._copy.lease(instance, self._joined_until)
 
     def _report(self, instance: str) -> None:
         retried = self._outstanding is not None
@@ -450,10 +497,14 @@ class PolicyClient:
         sent_at = report.first_sent_at
         if not self.fence.renew(sent_at + taken.lease_seconds):
             raise Unreachable(f"the lease of {instance} ran out before its renewal came back")
+        if self._copy is not None:
+            self._copy.lease(instance, sent_at + taken.lease_seconds)
         if taken.grants is None:
             self.shares.extend(sent_at=sent_at, seconds=taken.grant_seconds)
         else:
             number, tenants = taken.grants
+            if self._copy is not None:
+                self._copy.grants(instance, {t: asdict(share) for t, share in tenants.items()})
             self.shares.apply(number, tenants, sent_at=sent_at, seconds=taken.grant_seconds)
 
     def _send(self, report: _Report) -> _Taken:
