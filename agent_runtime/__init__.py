@@ -9,7 +9,8 @@
 `PolicyClient` keeps the process joined to its cell, its `Fence` lets turns in and counts them,
 `Host` runs a turn inside the fence over a google-adk Runner. In front of the cells `Placements`
 keeps where tenants live and `Gateway` finds the cell that serves a turn. `agent_runtime.adk` makes
-session services, and holds a turn to its tenant's limits; it alone imports google-adk. Everything raised on purpose is of this tree:
+session services, and holds each run to its tenant's limits; it alone imports google-adk.
+Everything raised on purpose is of this tree:
 
     AgentRuntimeError
     ├── RetryLater            may be sent again, after `retry_after_seconds`
