@@ -145,6 +145,9 @@ CHANNEL_VARIABLES = [
     if name.strip()
 ]
 
+# The release that runs here, for what is kept of tests of it. Empty: nobody has said.
+BUILD = os.environ.get("SWITCHYARD_BUILD", "")[:100]
+
 REDIS_URL = os.environ.get("REDIS_URL", "")
 CACHES = {
     "default": {

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from capacity.services.isolation import (
+    SuiteRuns,
+    end_isolation,
+    note_isolation,
+    start_isolation,
+)
 from capacity.services.ledger import (
     Rolled,
     mark_budgets,
@@ -13,11 +19,15 @@ from capacity.services.resources import add_resource, remove_resource, set_resou
 
 __all__ = [
     "Rolled",
+    "SuiteRuns",
     "add_resource",
+    "end_isolation",
     "mark_budgets",
+    "note_isolation",
     "publish_prewarm",
     "remove_resource",
     "roll_up",
     "set_resource",
+    "start_isolation",
     "sweep_ledger",
 ]
