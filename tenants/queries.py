@@ -19,6 +19,7 @@ from tenants.domain.fence import (
     judge,
     waits_for,
 )
+from tenants.domain.limits import NAMES, Limits
 from tenants.domain.roles import RANK, Role, TokenRole
 from tenants.domain.versions import Version, number_of
 from tenants.models import (
@@ -28,6 +29,7 @@ from tenants.models import (
     Placement,
     PolicyEntry,
     RuntimeInstance,
+    Scope,
     Tenant,
     Token,
 )
@@ -215,6 +217,18 @@ def placement_feed(*, since: str) -> Feed | None:
             for row in rows.order_by("feed_version", "pk")
         ],
     )
+
+
+def scope_of(tenant: Tenant) -> Scope:
+    """Return the version of the tenant's limits that holds."""
+    return Scope.objects.filter(tenant=tenant, trial=False).order_by("-version")[0]
+
+
+def limits_of(scope: Scope) -> Limits:
+    """Return the limits of one version."""
+    tools = scope.allowed_tools
+    values = {name: getattr(scope, name) for name in NAMES}
+    return Limits(**{**values, "allowed_tools": None if tools is None else tuple(tools)})
 
 
 def asking(key: str) -> Asking | None:

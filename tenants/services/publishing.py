@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from durable.errors import Refused
 from tenants.domain.fence import Accepts
@@ -363,6 +363,33 @@ def _hold(tenant: Tenant, *cells: Cell) -> tuple[Placement, dict[int, Cell]]:
     return placement, locked
 
 
+def hold_entries(tenant: Tenant) -> None:
+    """Lock the cells that have a living entry of a tenant: its home, and whoever waits for it.
+
+    What is published of the tenant then holds still until commit. Raises PlacementChanged if
+    another cell was told of it meanwhile.
+    """
+    assert_in_transaction()
+    cells = _living(tenant).values_list("cell_id", flat=True)
+    before = set(cells.all())
+    lock_cells(before)
+    # Only now does the list hold still as far as it is these cells': a new one is written by
+    # whoever holds the home.
+    if set(cells.all()) != before:
+        raise PlacementChanged(f"{tenant} has just been announced or placed elsewhere. Try again.")
+
+
+def republish(tenant: Tenant) -> None:
+    """Tell every cell that `hold_entries` has locked of the tenant's present limits."""
+    present = _limits_now(tenant)
+    for entry in _living(tenant).select_related("cell").order_by("cell_id"):
+        _put(tenant, entry.cell, {"document": entry.document | present})
+
+
+def _living(tenant: Tenant) -> QuerySet[PolicyEntry]:
+    return PolicyEntry.objects.filter(tenant=tenant).exclude(accepts=Accepts.MOVED)
+
+
 def _takes_turns(placement: Placement, entry: PolicyEntry) -> bool:
     """Return whether an entry is of the home or of a side of a split, open or fenced."""
     return entry.cell_id in (placement.cell_id, placement.split_cell_id)
@@ -408,21 +435,33 @@ def _document(
     sides: dict[str, dict[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Return the part of an entry that is sent as it is kept; `home` is where not this cell is."""
-    scope = Scope.objects.filter(tenant=tenant, trial=False).order_by("-version")[0]
     return {
         "tenant": tenant.slug,
         "agent": tenant.agent.slug,
         "app_name": tenant.app_name,
-        "tier": str(tenant.tier),
         "moved_to": None,
         "home_cell": None if home is None else home.slug,
         # True at the home alone: unknown sessions are then the far side's.
         "split": False,
         "sides": sides,
         "store": {"key": store.key, "kind": store.kind},
-        "scope": _limits(scope, tenant.budget_spent_until),
+        **_limits_now(tenant),
+    }
+
+
+def _limits_now(tenant: Tenant) -> dict[str, Any]:
+    """Return the part of an entry that says how much a tenant may use.
+
+    Read afresh, under the lock of a cell that is told of the tenant: a caller's row may be from
+    before the limits were changed, and a move that publishes it would undo them.
+    """
+    present = Tenant.objects.select_related("trial").get(pk=tenant.pk)
+    scope = Scope.objects.filter(tenant=tenant, trial=False).order_by("-version")[0]
+    return {
+        "tier": str(present.tier),
+        "scope": _limits(scope, present.budget_spent_until),
         # Of the same shape: what it would have refused is counted, and served.
-        "trial": None if tenant.trial is None else _limits(tenant.trial, None),
+        "trial": None if present.trial is None else _limits(present.trial, None),
     }
 
 
