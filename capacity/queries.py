@@ -7,15 +7,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from typing import Any
+from zoneinfo import ZoneInfo
 
-from django.db.models import F, OuterRef, QuerySet, Subquery, Sum
+from django.conf import settings
+from django.db.models import F, OuterRef, Q, QuerySet, Subquery, Sum
+from django.db.models.functions import TruncDate
 
-from capacity.domain.usage import REASONS, Counts, day_of, differs_enough, next_midnight
+from capacity.domain.reconciling import NOTHING, Numbers, Verdict, judge
+from capacity.domain.usage import REASONS, Counts, bounds, day_of, differs_enough, next_midnight
 from capacity.models import UsageDay, UsageMinute
-from tenants.models import Cell, PolicyEntry, RuntimeInstance, Scope, Tenant
+from tenants.models import Cell, PolicyEntry, RuntimeInstance, Scope, Tenant, UsageLine
 
 # How many tenants a runtime is told to build ahead.
 PREWARMED_MOST = 200
+# How many tenants a cell's usage names, and how many days a reconciliation shows.
+LARGEST, RECONCILED_MOST = 20, 500
 # What a tenant's page looks back.
 MINUTES_SHOWN, DAYS_SHOWN = 60, 30
 
@@ -111,8 +117,8 @@ def prewarm_to_publish(*, now: datetime) -> list[tuple[Cell, list[str]]]:
             turns[tenant] += total
     entries = PolicyEntry.objects.filter(tenant__in=list(turns), moved_to=None)
     active: dict[int, list[tuple[int, str]]] = defaultdict(list)
-    for cell, tenant, slug in entries.values_list("cell_id", "tenant_id", "tenant__slug"):
-        active[cell].append((-turns[tenant], slug))
+    for told, tenant, slug in entries.values_list("cell_id", "tenant_id", "tenant__slug"):
+        active[told].append((-turns[tenant], slug))
     found = []
     for cell in Cell.objects.order_by("pk"):
         wanted = [slug for _, slug in sorted(active[cell.pk])[:PREWARMED_MOST]]
@@ -295,3 +301,250 @@ def _trial(tenant: Tenant, used: Counts) -> Trial | None:
     for row in UsageDay.objects.filter(tenant=tenant, day__gte=since).iterator():
         total += Counts(would_refuse=row.would_refuse)
     return Trial(scope, used.would_refuse, total.would_refuse)
+
+
+# --- a cell, and who uses most of it --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one tenant used of what all used together."""
+
+    tenant: str
+    tokens: int
+    turns: int
+    # Refused turns.
+    refused: int
+    # Of the tokens of all, 0 to 1.
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class CellUsage:
+    """What the tenants of a cell used in a window; of a tenant that moved, all is its home's."""
+
+    since: datetime
+    now: datetime
+    tokens: int
+    turns: int
+    model_calls: int
+    # Most tokens first.
+    largest: Sequence[Share]
+    # What everybody else used together. None: there is nobody else.
+    rest: Share | None
+    # The provider's quota, tokens per minute. None: not of one cell, or nobody has entered it.
+    quota_tokens_per_minute: int | None
+
+
+def cell_usage(cell: Cell | None, *, hours: int = 1, now: datetime) -> CellUsage:
+    """Return what tenants who live in the cell used in the last hours; None: in all cells."""
+    since = now - hours * HOUR
+    rows = UsageMinute.objects.filter(minute__gt=since, minute__lte=now + MINUTE)
+    if cell is not None:
+        rows = rows.filter(tenant__placement__cell=cell)
+    all_used = _numbers(rows)
+    by_tenant = rows.values_list("tenant_id", "tenant__slug").annotate(
+        used=Sum("tokens"), begun=Sum("turns")
+    )
+    top = list(by_tenant.order_by("-used", "-begun", "tenant_id")[:LARGEST])
+    refused: dict[int, int] = defaultdict(int)
+    ids = [pk for pk, *_ in top]
+    of_top = rows.filter(tenant__in=ids).exclude(refused={})
+    for tenant, reasons in of_top.values_list("tenant_id", "refused").iterator():
+        refused[tenant] += sum(reasons.values())
+    largest = [
+        Share(slug, int(tokens), int(turns), refused[pk], _part(tokens, all_used.tokens))
+        for pk, slug, tokens, turns in top
+    ]
+    return CellUsage(
+        since=since,
+        now=now,
+        tokens=all_used.tokens,
+        turns=all_used.turns,
+        model_calls=all_used.model_calls,
+        largest=largest,
+        rest=_rest(rows.exclude(tenant__in=ids), all_used) if len(top) == LARGEST else None,
+        quota_tokens_per_minute=None if cell is None else cell.quota_tokens_per_minute,
+    )
+
+
+def _rest(rows: QuerySet[UsageMinute], all_used: Counts) -> Share | None:
+    used = _numbers(rows)
+    if used == Counts():
+        return None
+    reasons = rows.exclude(refused={}).values_list("refused", flat=True).iterator()
+    refused = sum(sum(one.values()) for one in reasons)
+    share = _part(used.tokens, all_used.tokens)
+    return Share("everybody else", used.tokens, used.turns, refused, share)
+
+
+def _numbers(rows: QuerySet[Any]) -> Counts:
+    """Return the sums of all rows, without refusals."""
+    sums = rows.aggregate(begun=Sum("turns"), called=Sum("model_calls"), used=Sum("tokens"))
+    return _sums(sums)
+
+
+def _sums(sums: Mapping[str, Any]) -> Counts:
+    return Counts(int(sums["begun"] or 0), int(sums["called"] or 0), int(sums["used"] or 0))
+
+
+def _part(some: float, of: float) -> float:
+    return float(some / of) if of else 0.0
+
+
+# --- what is invoiced, and what it is made of -----------------------------------------------
+
+
+def invoiced(first: date, last: date, *, tenant: Tenant | None = None) -> QuerySet[UsageDay]:
+    """Return the days of the ledger from `first` to `last`, of one tenant or of all.
+
+    Each tenant's days are those of its own time zone.
+    """
+    rows = UsageDay.objects.select_related("tenant").filter(day__gte=first, day__lte=last)
+    return rows if tenant is None else rows.filter(tenant=tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """One day of one tenant: what was held against it, what is invoiced, and why they differ."""
+
+    tenant: Tenant
+    day: date
+    # Sums of what runtimes reported: what throttled. None: it is kept no longer.
+    reported: Numbers | None
+    # The day of the ledger.
+    invoiced: Numbers
+    verdict: Verdict
+
+    @property
+    def difference(self) -> int:
+        """Tokens that were reported and are not invoiced; below 0: the other way round."""
+        return 0 if self.reported is None else self.reported.tokens - self.invoiced.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """Days of the ledger beside what they are made of."""
+
+    first: date
+    last: date
+    # Unexplained ones first, then those that differ, newest first; RECONCILED_MOST at most.
+    rows: Sequence[Reconciled]
+    # How many days there are, and of them.
+    compared: int
+    differ: int
+    unexplained: int
+    # Of the days whose reports are kept.
+    reported_tokens: int
+    # Of all days.
+    invoiced_tokens: int
+
+
+def reconciliation(
+    first: date, last: date, *, tenant: Tenant | None = None, now: datetime
+) -> Reconciliation:
+    """Return the days from `first` to `last` compared with the reports that they are made of.
+
+    Reports are kept line by line for USAGE_LINES_KEPT_DAYS, by the minute for
+    USAGE_MINUTES_KEPT_DAYS; older days have nothing to be compared with.
+    """
+    # The days FIRST. What is added while this reads is then among the lines, as of a moment ago;
+    # the other way round it would be in a day whose lines were read before.
+    # A day more on each side: where a change of zone may have put what is missing inside.
+    around = first - DAY, last + DAY
+    days = list(invoiced(*around, tenant=tenant))
+    reported = _reported(*around, tenant, now)
+    ledger = {
+        (row.tenant_id, row.day): Numbers(row.turns, row.model_calls, row.tokens) for row in days
+    }
+    tenants = {row.tenant_id: row.tenant for row in days}
+    tenants |= Tenant.objects.in_bulk([pk for pk, _ in reported if pk not in tenants])
+    shifted = _shifted(ledger, reported)
+    kept_since = now - timedelta(days=settings.USAGE_MINUTES_KEPT_DAYS)
+    rows = []
+    for pk, day in {*ledger, *reported}:
+        if not first <= day <= last:
+            continue
+        begins, _ = bounds(day, tenants[pk].time_zone)
+        said, fresh = reported.get((pk, day), (NOTHING, NOTHING))
+        kept = said if begins >= kept_since else None
+        billed = ledger.get((pk, day), NOTHING)
+        verdict = judge(kept, fresh, billed, shifted=pk in shifted)
+        rows.append(Reconciled(tenants[pk], day, kept, billed, verdict))
+    rows.sort(key=lambda row: row.tenant.slug)
+    rows.sort(key=lambda row: row.day, reverse=True)
+    rows.sort(key=lambda row: (not row.verdict.unexplained, row.verdict.agrees))
+    return Reconciliation(
+        first=first,
+        last=last,
+        rows=rows[:RECONCILED_MOST],
+        compared=len(rows),
+        differ=sum(not row.verdict.agrees for row in rows),
+        unexplained=sum(row.verdict.unexplained for row in rows),
+        reported_tokens=sum(row.reported.tokens for row in rows if row.reported is not None),
+        invoiced_tokens=sum(row.invoiced.tokens for row in rows),
+    )
+
+
+# Tenant id and day -> all that was reported of it, and what of that has only just come.
+_Days = dict[tuple[int, date], tuple[Numbers, Numbers]]
+
+
+def _reported(first: date, last: date, tenant: Tenant | None, now: datetime) -> _Days:
+    if tenant is not None:
+        zones = [tenant.time_zone]
+    else:
+        zones = list(Tenant.objects.order_by().values_list("time_zone", flat=True).distinct())
+    # A line goes so long after it was added, which may be before the end of a minute that a fast
+    # clock gave it: a day is added up by its lines where all of them are there for certain.
+    lines_since = now - timedelta(days=settings.USAGE_LINES_KEPT_DAYS - 1)
+    just_now = Q(rolled_at=None) | Q(rolled_at__gt=now - MINUTE)
+    found: _Days = {}
+    for zone in zones:
+        by_line = max(first, day_of(lines_since, zone) + DAY)
+        lines = _within(UsageLine.objects.all(), by_line, last, zone, tenant)
+        found |= _by_day(lines, zone, just_now)
+        minutes = _within(UsageMinute.objects.all(), first, min(last, by_line - DAY), zone, tenant)
+        found |= _by_day(minutes, zone, None)
+    return found
+
+
+def _within(
+    rows: QuerySet[Any], first: date, last: date, zone: str, tenant: Tenant | None
+) -> QuerySet[Any]:
+    """Return the rows of these days of a time zone; none where the last is before the first."""
+    if last < first:
+        return rows.none()
+    rows = rows.filter(minute__gte=bounds(first, zone)[0], minute__lt=bounds(last, zone)[1])
+    return rows.filter(tenant__time_zone=zone) if tenant is None else rows.filter(tenant=tenant)
+
+
+def _by_day(rows: QuerySet[Any], zone: str, fresh: Q | None) -> _Days:
+    names = ("turns", "model_calls", "tokens")
+    sums = {f"all_{name}": Sum(name) for name in names}
+    if fresh is not None:
+        sums |= {f"fresh_{name}": Sum(name, filter=fresh, default=0) for name in names}
+    days = (
+        rows.order_by()
+        .annotate(on=TruncDate("minute", tzinfo=ZoneInfo(zone)))
+        .values_list("tenant_id", "on")
+        .annotate(**sums)
+    )
+    return {
+        (tenant, day): (
+            # PostgreSQL's sums are decimals.
+            Numbers(*map(int, counts[:3])),
+            Numbers(*map(int, counts[3:])) if fresh is not None else NOTHING,
+        )
+        for tenant, day, *counts in days
+    }
+
+
+def _shifted(ledger: Mapping[tuple[int, date], Numbers], reported: _Days) -> set[int]:
+    """Return tenants whose days agree in sum, though each by itself may not."""
+    left: dict[int, Numbers] = defaultdict(lambda: NOTHING)
+    for (pk, _), (said, fresh) in reported.items():
+        left[pk] = left[pk].plus(said.minus(fresh))
+    for (pk, _), billed in ledger.items():
+        left[pk] = left[pk].minus(billed)
+    return {pk for pk, numbers in left.items() if numbers == NOTHING}

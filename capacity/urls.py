@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from django.urls import path
 
-from capacity import views
+from capacity import views, views_export
 
 INSTANCE = "instances/<int:pk>"
 
 urlpatterns = [
+    path("usage/export.csv", views_export.usage_export, name="usage_export"),
     path("instances/", views.instance_list, name="instance_list"),
     path("instances/table/", views.instance_table, name="instance_table"),
     path(f"{INSTANCE}/", views.instance, name="instance"),

@@ -23,6 +23,8 @@ from ninja import NinjaAPI
 from ninja.errors import HttpError, ValidationError
 from ninja.security import APIKeyCookie, HttpBearer
 
+from capacity.api_usage import ops_router as usage_router
+from capacity.api_usage import tenant_router
 from durable.clock import database_now
 from durable.errors import Refused
 from migrations_app.api import restored_router, stores_router
@@ -33,7 +35,7 @@ from tenants import queries, services
 from tenants.api import Forbidden, ops_router, placement_router, require, runtime_router
 from tenants.domain.requests import request_id
 from tenants.domain.roles import Actor, Role, TokenRole
-from tenants.models import Token
+from tenants.models import Tenant, Token
 
 log = logging.getLogger(__name__)
 
@@ -120,20 +122,43 @@ class OperatorToken(_RoleToken):
         return _actor(request, name[: services.WHO_MAX])
 
 
+class UsageToken(HttpBearer):
+    """A tenant's token, or an operator's: whoever may read the usage of a tenant."""
+
+    def authenticate(self, request: HttpRequest, token: str) -> Any:
+        found = tokens.find(token)
+        if found is None or found.role == TokenRole.TENANT:
+            return found
+        if found.role == TokenRole.OPERATOR:
+            return OperatorToken().authenticate(request, token)
+        raise Forbidden(
+            f"This needs a tenant's token; {found.name} is a {found.role} token. Ask an admin for "
+            "the right one."
+        )
+
+
 class SignedIn(APIKeyCookie):
     """A person's session; what changes something needs the CSRF token beside it."""
 
     param_name = settings.SESSION_COOKIE_NAME
 
-    def __call__(self, request: HttpRequest) -> Actor | None:
+    def __call__(self, request: HttpRequest) -> Actor | Tenant | None:
         # A wrong token isn't made good by a cookie; and without a session there is nothing
         # that CSRF would protect: 401, not 403.
         if "Authorization" in request.headers or not request.user.is_authenticated:
             return None
-        return cast("Actor | None", super().__call__(request))
+        return cast("Actor | Tenant | None", super().__call__(request))
 
-    def authenticate(self, request: HttpRequest, key: str | None) -> Actor:
+    def authenticate(self, request: HttpRequest, key: str | None) -> Actor | Tenant:
         return _actor(request, request.user.get_username())
+
+
+class UsageSignedIn(SignedIn):
+    """A tenant's person, who is their tenant here, or an operator."""
+
+    def authenticate(self, request: HttpRequest, key: str | None) -> Actor | Tenant:
+        tenant = queries.tenant_of(request.user)
+        return super().authenticate(request, key) if tenant is None else tenant
 
 
 def _actor(request: HttpRequest, name: str) -> Actor:
@@ -197,12 +222,14 @@ api = Api(
 )
 api.add_router("/runtime", runtime_router, auth=RuntimeToken())
 api.add_router("/placement", placement_router, auth=GatewayToken())
+api.add_router("/tenants", tenant_router, auth=[UsageToken(), UsageSignedIn()])
 operators = [OperatorToken(), SignedIn()]
 api.add_router("/ops/moves", moves_router, auth=operators)
 api.add_router("/ops/restored", restored_router, auth=operators)
 api.add_router("/ops/stores", stores_router, auth=operators)
 api.add_router("/ops", channels_router, auth=operators)
 api.add_router("/ops", rehearsals_router, auth=operators)
+api.add_router("/ops", usage_router, auth=operators)
 api.add_router("/ops", ops_router, auth=operators)
 
 
