@@ -6,8 +6,10 @@
     async for event in host.run("acme", "user-1", "session-1", message):
         ...
 
-`PolicyClient` keeps the process joined to its cell, its `Fence` lets turns in and counts them,
-`Host` runs a turn inside the fence over a google-adk Runner. In front of the cells `Placements`
+`PolicyClient` keeps the process joined to its cell, its `Fence` lets turns in and counts them, its
+`Admission` holds tenants to their limits by the `Shares` of them that this process was granted.
+`Host` runs a turn inside both over a google-adk Runner of its `RunnerCache`; `TierPools` are Hosts
+in threads, one for the tenants that share and one for each that doesn't. In front of the cells `Placements`
 keeps where tenants live and `Gateway` finds the cell that serves a turn. `agent_runtime.adk` makes
 session services, and holds each run to its tenant's limits; it alone imports google-adk.
 Everything raised on purpose is of this tree:
@@ -18,6 +20,9 @@ Everything raised on purpose is of this tree:
     │   ├── NotHere           it is split, and the other side may know the session: ask there
     │   ├── Moved             it lives in another `cell`, or the caller's placement is old
     │   ├── Behind            the caller's placement is newer than ours: 1 s
+    │   ├── TenantThrottled   a limit of the tenant's, its `reason`: rate, concurrency, ...
+    │   ├── BreakerOpen       a model endpoint struggles and is left alone
+    │   ├── NoPool            the tenant needs a thread of its own, and all are taken
     │   └── NotReady          no policy, no lease, or leaving
     │       └── ForkedChild   a forked process has to join by itself
     ├── TurnTooLong           cut at the longest turn that this process had stated
@@ -28,6 +33,8 @@ Everything raised on purpose is of this tree:
         └── BadAnswer         an answer that breaks the contract; nothing was applied
 """
 
+from agent_runtime.admission import Admission, Share, Shares, TokenBucket
+from agent_runtime.breaker import BreakerOpen
 from agent_runtime.buckets import bucket
 from agent_runtime.client import PolicyClient
 from agent_runtime.clock import Clock, SystemClock
@@ -39,9 +46,11 @@ from agent_runtime.errors import (
     Draining,
     ForkedChild,
     Moved,
+    NoPool,
     NotHere,
     NotReady,
     RetryLater,
+    TenantThrottled,
     TurnTooLong,
     UnknownStore,
     Unreachable,
@@ -52,13 +61,17 @@ from agent_runtime.gateway import Gateway, Offer, Placement, Placements, Side
 from agent_runtime.host import Host
 from agent_runtime.keys import idempotency_key
 from agent_runtime.policy import Entry, Policy, Scope, Version
+from agent_runtime.pools import TierPools
+from agent_runtime.runners import RunnerCache
 from agent_runtime.transport import HttpTransport, Transport
 from agent_runtime.usage import Usage
 
 __all__ = [
+    "Admission",
     "AgentRuntimeError",
     "BadAnswer",
     "Behind",
+    "BreakerOpen",
     "Clock",
     "ControlPlaneError",
     "Draining",
@@ -69,6 +82,7 @@ __all__ = [
     "Host",
     "HttpTransport",
     "Moved",
+    "NoPool",
     "NotHere",
     "NotReady",
     "Offer",
@@ -77,9 +91,15 @@ __all__ = [
     "Policy",
     "PolicyClient",
     "RetryLater",
+    "RunnerCache",
     "Scope",
+    "Share",
+    "Shares",
     "Side",
     "SystemClock",
+    "TenantThrottled",
+    "TierPools",
+    "TokenBucket",
     "Transport",
     "Turn",
     "TurnTooLong",
