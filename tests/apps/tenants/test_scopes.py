@@ -236,6 +236,7 @@ def test_an_edit_beside_a_moves_target_is_in_force_where_the_tenant_is_afterward
         finally:
             connections.close_all()
 
+    before = version(cast.other_cell)
     started, thread = threading.Event(), threading.Thread(target=second)
     with transaction.atomic():
         (edit if first == "edit" else move)()
@@ -247,6 +248,8 @@ def test_an_edit_beside_a_moves_target_is_in_force_where_the_tenant_is_afterward
     assert not thread.is_alive()
     said = told(cast.other_cell, cast.acme)
     assert (said["accepts"], said["scope"]["version"]) == ("all", 2)
+    # Each has a number of its own: under one that was given, an instance would never hear of it.
+    assert version(cast.other_cell) == entry(cast.other_cell, cast.acme).version == before + 2
     assert entry(cast.cell, cast.acme).accepts == "moved"
 
 
