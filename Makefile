@@ -10,7 +10,7 @@ PROCESSES ?= 2
 PYTEST := $(RUN) -m pytest -n $(PROCESSES)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint fmt bench serve lock clean
+.PHONY: help demo test check lint fmt bench isolation serve lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ fmt: $(READY) ## put code into the form that lint wants
 
 bench: $(READY) ## measure against the bars (NAME=copy: only that one)
 	@$(WITH_SERVERS) --no-browser --durable -- $(RUN) -m bench $(NAME) $(ARGS)
+
+isolation: $(READY) ## what one tenant can do to another, tried on real agent processes
+	@$(RUN) -W ignore -m bench.isolation $(ARGS)
 
 serve: $(READY) ## the embedded default: pages, workers and beat on this machine (PORT=8000)
 	@$(RUN) manage.py serve $(if $(PORT),--port $(PORT))

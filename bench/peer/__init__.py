@@ -1,0 +1,1 @@
+"""The server that a bench measures: this product, and beside it in the same process a bare peer."""
