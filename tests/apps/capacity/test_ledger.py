@@ -272,16 +272,15 @@ def test_a_day_of_23_hours_takes_its_23_hours(
 
 
 @pytest.mark.django_db
-def test_a_late_line_corrects_a_day_that_has_ended(
-    cast: make.Cast, instance: RuntimeInstance, now: datetime
-) -> None:
+def test_a_late_line_corrects_a_day_that_has_ended(cast: make.Cast, now: datetime) -> None:
     evening = now.replace(hour=23, minute=59)
+    instance = joined(cast, evening)
     later = evening + 3 * HOUR
     say(instance, 1, Usage("acme", evening, tokens=5), now=evening)
     services.roll_up(now=evening)
     # The control plane was away for three hours: a lapsed instance's usage counts all the same.
+    said = Usage("acme", evening, tokens=6), Usage("acme", later, tokens=1)
     with pytest.raises(tenants_services.InstanceGone):
-        said = Usage("acme", evening, tokens=6), Usage("acme", later, tokens=1)
         say(instance, 2, *said, now=later)
     services.roll_up(now=later)
     assert days(cast.acme) == {"2026-03-02": 11, "2026-03-03": 1}
@@ -355,6 +354,7 @@ def test_a_process_that_joined_anew_brings_what_it_could_not_report(
 def budget(tenant: Tenant, tokens: int | None, **columns: Any) -> None:
     newest = tenant.scopes.first()
     newest.pk, newest.version, newest.daily_token_budget = None, newest.version + 1, tokens
+    newest.trial = False
     for name, value in columns.items():
         setattr(newest, name, value)
     newest.save(force_insert=True)
