@@ -9,9 +9,10 @@
 `PolicyClient` keeps the process joined to its cell, its `Fence` lets turns in and counts them, its
 `Admission` holds tenants to their limits by the `Shares` of them that this process was granted.
 `Host` runs a turn inside both over a google-adk Runner of its `RunnerCache`; `TierPools` are Hosts
-in threads, one for the tenants that share and one for each that doesn't. In front of the cells `Placements`
-keeps where tenants live and `Gateway` finds the cell that serves a turn. `agent_runtime.adk` makes
-session services, and holds each run to its tenant's limits; it alone imports google-adk.
+in threads, one for the tenants that share and one for each that doesn't. In front of the cells
+`Placements` keeps where tenants live and `Gateway` finds the cell that serves a turn.
+`agent_runtime.adk` makes session services, and holds each run to its tenant's limits; it alone
+imports google-adk.
 Everything raised on purpose is of this tree:
 
     AgentRuntimeError

@@ -283,11 +283,13 @@ class Shares:
         """Let what is held hold on, for `seconds` from boot time `sent_at`."""
         now = self._clock.boottime()
         with self._lock:
-            if now >= self._until:
+            lapsed, until = self._until, max(self._until, sent_at + seconds)
+            if now >= lapsed:
                 # Nobody looked meanwhile: that time was at the safe rates.
                 for held in self._held.values():
-                    held.tune(self._until, now)
-            self._until = max(self._until, sent_at + seconds)
+                    held.tune(lapsed, now)
+                    held.tune(until, now)
+            self._until = until
 
     def drop(self) -> None:
         """Hold nothing, as an instance that has just joined."""
@@ -571,7 +573,8 @@ def _no_quota(entry: Entry, here: float, wait: float) -> TenantThrottled:
     return _throttled(
         entry,
         "quota",
-        f"may use {here:g} model tokens per minute in this process, its share of the cell's quota",
+        f"may use {here:,.0f} model tokens per minute in this process, its share of the cell's "
+        "quota",
         GRANT_RETRY_SECONDS if wait == math.inf else wait,
     )
 

@@ -56,6 +56,35 @@ def entry(tenant: str = "acme", **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def limits(**limits: Any) -> dict[str, Any]:
+    """A scope as the wire has it, with these limits and no others."""
+    return entry()["scope"] | limits
+
+
+def share(
+    runs_per_second: float | None = None,
+    max_concurrent_runs: int | None = None,
+    tokens_per_minute: float | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A share as the wire has it; half of it is safe."""
+
+    def half(value: float | None) -> float | None:
+        return None if value is None else value / 2
+
+    return {
+        "runs_per_second": runs_per_second,
+        "max_concurrent_runs": max_concurrent_runs,
+        "tokens_per_minute": tokens_per_minute,
+        "safe_runs_per_second": half(runs_per_second),
+        "safe_max_concurrent_runs": None
+        if max_concurrent_runs is None
+        else max_concurrent_runs // 2,
+        "safe_tokens_per_minute": half(tokens_per_minute),
+        "tokens_left": None,
+    } | changes
+
+
 @dataclass
 class Instance:
     key: str
@@ -98,6 +127,11 @@ class ControlPlane:
         self.lease_seconds = LEASE_SECONDS
         # (version that stamped it, entry)
         self.entries: dict[str, tuple[int, dict[str, Any]]] = {}
+        # The cell's part of the policy, and the version that stamped it.
+        self.cell: tuple[int, dict[str, Any]] = (1, {})
+        # Tenant -> share, of every instance; the number is of the last change.
+        self.grants: tuple[int, dict[str, Any]] = (0, {})
+        self.grant_seconds = 30.0
         self.instances: dict[str, Instance] = {}
         self.calls: list[Call] = []
         # The last report of each instance and number that was counted.
@@ -113,6 +147,14 @@ class ControlPlane:
         for one in entries:
             self.entries[one["tenant"]] = (self.version, one)
         return self.version
+
+    def publish_cell(self, **part: Any) -> None:
+        self.version += 1
+        self.cell = (self.version, part)
+
+    def grant(self, **tenants: dict[str, Any]) -> None:
+        """Grant these shares, and no others, with the next answers to reports."""
+        self.grants = (self.grants[0] + 1, tenants)
 
     def restored(self) -> None:
         """Another database from now on: another epoch, lower numbers."""
@@ -172,7 +214,7 @@ class ControlPlane:
             version=f"{self.epoch}.{self.version}",
             full=full,
             poll_after_ms=self.poll_after_ms,
-            cell={} if full else None,
+            cell=self.cell[1] if full or self.cell[0] > since else None,
             tenants=[one for stamp, one in self.entries.values() if full or stamp > since],
         )
 
@@ -191,9 +233,14 @@ class ControlPlane:
             200,
             lease_seconds=self.lease_seconds,
             poll_after_ms=self.poll_after_ms,
-            grants={},
+            grants=self._grants(data["grants_number"]),
+            grant_seconds=self.grant_seconds,
             version=f"{self.epoch}.{self.version}",
         )
+
+    def _grants(self, heard: int) -> dict[str, Any] | None:
+        number, tenants = self.grants
+        return None if heard == number else {"number": number, "tenants": tenants}
 
     def _leave(self, call: Call) -> Answer:
         instance = self.instances[call.path.rpartition("/")[2]]
