@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from django.urls import path
 
-from capacity import views, views_export
+from capacity import views, views_export, views_usage
 
 INSTANCE = "instances/<int:pk>"
+TENANT = "tenants/<slug:slug>"
 
 urlpatterns = [
+    path("usage/", views_usage.usage_overview, name="usage_overview"),
+    path("usage/largest.json", views_usage.usage_largest, name="usage_largest"),
+    path("usage/reconciliation/", views_usage.reconciliation, name="reconciliation"),
+    path(f"{TENANT}/usage/", views_usage.tenant_usage, name="tenant_usage"),
+    path(f"{TENANT}/usage/now/", views_usage.usage, name="usage"),
+    path(f"{TENANT}/usage/minutes.json", views_usage.usage_minutes, name="usage_minutes"),
+    path(f"{TENANT}/usage/days.json", views_usage.usage_days, name="usage_days"),
+    path("my/usage/", views_usage.my_usage, name="my_usage"),
+    path("my/usage/now/", views_usage.my_usage_now, name="my_usage_now"),
+    path("my/usage/minutes.json", views_usage.my_usage_minutes, name="my_usage_minutes"),
+    path("my/usage/days.json", views_usage.my_usage_days, name="my_usage_days"),
     path("usage/export.csv", views_export.usage_export, name="usage_export"),
     path("instances/", views.instance_list, name="instance_list"),
     path("instances/table/", views.instance_table, name="instance_table"),

@@ -1,4 +1,4 @@
-"""Pages of instances, of isolation, and of what tenants may use and have used."""
+"""Pages of instances and of isolation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from durable.clock import database_now
 from durable.errors import Refused
 from tenants.domain.roles import Role
 from tenants.domain.words import counted
+from tenants.models import Tenant
 from tenants.views import access, by_request_kind
 
 TEXT_MAX = 2_000
@@ -35,7 +36,17 @@ def typed(request: HttpRequest, name: str, longest: int = TEXT_MAX) -> str:
     return request.POST.get(name, "").replace("\0", "").strip()[: longest + 1]
 
 
-def _nothing_changed(refusal: Refused) -> str:
+def tenant_of(slug: str) -> Tenant:
+    """Return the placed tenant of this slug, with what it tries; else the 404 page."""
+    rows = Tenant.objects.select_related("trial", "placement__cell", "placement__store")
+    tenant = rows.filter(slug=slug).exclude(placement=None).first()
+    if tenant is None:
+        raise Http404(f"There is no tenant {slug}.")
+    return tenant
+
+
+def nothing_changed(refusal: Refused) -> str:
+    """Return a refusal as a notice: what, why, and that nothing changed."""
     text = str(refusal)
     return text if "othing was" in text else f"{text} Nothing was changed."
 
@@ -149,7 +160,7 @@ def add_resource(request: HttpRequest) -> HttpResponse:
     try:
         services.add_resource(**given, **_who(request))
     except Refused as refusal:
-        return _resource_form(request, None, given, _nothing_changed(refusal))
+        return _resource_form(request, None, given, nothing_changed(refusal))
     return redirect("isolation")
 
 
@@ -186,7 +197,7 @@ def _refused_resource(
     request: HttpRequest, pk: int, given: dict[str, str], refusal: Refused
 ) -> HttpResponse:
     row = SharedResource.objects.filter(pk=pk).first()
-    return _resource_form(request, row, given, _nothing_changed(refusal))
+    return _resource_form(request, row, given, nothing_changed(refusal))
 
 
 def _resource_form(

@@ -15,10 +15,12 @@ from django.core.paginator import Paginator
 from django.db import DatabaseError, connection
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import redirect, render
+from django.urls import reverse
 from django.views.decorators.http import require_POST, require_safe
 
 from capacity.panels import instances as instances_panel
 from capacity.panels import isolation as isolation_panel
+from capacity.panels import usage as usage_panel
 from durable.clock import database_now
 from durable.errors import Refused
 from migrations_app import services
@@ -29,6 +31,7 @@ from migrations_app.views_channels import tenant_channels_context
 from migrations_app.views_rehearsals import rehearsals_context
 from platform_admin.strip import signals as read_signals
 from tenants import panels as tenants
+from tenants import queries
 from tenants.domain.names import check_address_from
 from tenants.domain.roles import Role
 from tenants.domain.words import ago, counted
@@ -71,6 +74,7 @@ def _attention(now: Any) -> dict[str, Any]:
             *tenants.attention(now=now),
             *instances_panel.attention(now=now),
             *isolation_panel.attention(),
+            *usage_panel.attention(now=now),
         ],
         key=lambda item: (item.rank, item.since, item.key),
     )
@@ -265,7 +269,19 @@ class SignInForm(AuthenticationForm):
     username = forms.CharField(max_length=150)
 
 
-_login = LoginView.as_view(authentication_form=SignInForm, redirect_authenticated_user=True)
+class SignIn(LoginView):
+    """Leads operators to the overview, a tenant's people to their usage."""
+
+    authentication_form = SignInForm
+    redirect_authenticated_user = True
+
+    def get_default_redirect_url(self) -> str:
+        """Return where to go when the address names no page."""
+        own = queries.tenant_of(self.request.user) is not None
+        return reverse("my_usage") if own else super().get_default_redirect_url()
+
+
+_login = SignIn.as_view()
 _logout = LogoutView.as_view()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from django.urls import URLPattern, URLResolver, get_resolver
 
-from tenants.domain.roles import Role
+from tenants.domain.roles import Door, Role
 
 # Django's own admin keeps its own door; the API authenticates each call (tests/web/api).
 GUARDED_ELSEWHERE = ("admin/", "api/v1/")
@@ -35,7 +35,7 @@ PAGES = [
 def test_a_page_states_who_may_see_it(pattern: URLPattern) -> None:
     view = pattern.callback
     open_to_all = not getattr(view, "login_required", True)
-    assert open_to_all or isinstance(getattr(view, "access", None), Role)
+    assert open_to_all or isinstance(getattr(view, "access", None), (Role, Door))
 
 
 def test_url_names_are_unique() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import datetime
 
 import pytest
 from django.test import Client
@@ -11,7 +12,8 @@ from django.urls import URLPattern, URLResolver, get_resolver, reverse
 from capacity.models import SharedResource
 from migrations_app.domain.phases import Phase
 from migrations_app.models import TenantMigration
-from tenants.domain.roles import Role
+from tenants import services
+from tenants.domain.roles import Door, Role
 from tenants.models import AuditEntry
 from tests import scene
 from tests.web.conftest import HTMX, People
@@ -40,6 +42,8 @@ NEEDS_OPERATOR, NEEDS_ADMIN = (
     for role in (Role.OPERATOR, Role.ADMIN)
 )
 ACTS = NEEDS_OPERATOR + NEEDS_ADMIN
+# A tenant's people have no role, and whoever has one is of no tenant.
+OWN = sorted(n for n, pattern in GUARDED.items() if pattern.callback.access == Door.OWN_TENANT)
 
 
 def _address(name: str, move: TenantMigration) -> str:
@@ -88,9 +92,22 @@ def test_somebody_without_a_role_sees_nothing(
     assert people.nobody.post(_address(name, move)).status_code in (403, 405)
 
 
-@pytest.mark.parametrize("name", sorted(set(GUARDED) - set(ACTS)))
+@pytest.mark.parametrize("name", sorted(set(GUARDED) - set(ACTS) - set(OWN)))
 def test_a_viewer_sees_what_is_not_an_act(name: str, people: People, move: TenantMigration) -> None:
     assert people.viewer.get(_address(name, move)).status_code == 200
+
+
+@pytest.mark.parametrize("name", sorted(set(GUARDED) - set(OWN)))
+def test_a_tenant_s_person_sees_its_own_usage_alone(
+    name: str, people: People, move: TenantMigration, at: datetime
+) -> None:
+    person = scene.person("mia", None)
+    services.add_member(person, tenant=move.tenant, by="adam", now=at)
+    browser = Client()
+    browser.force_login(person)
+    assert {browser.get(reverse(own)).status_code for own in OWN} == {200}
+    for method in (browser.get, browser.post):
+        assert method(_address(name, move)).status_code in (403, 405)
 
 
 @pytest.mark.parametrize(
