@@ -35,7 +35,7 @@ Everything raised on purpose is of this tree:
 """
 
 from agent_runtime.admission import Admission, Share, Shares, TokenBucket
-from agent_runtime.breaker import BreakerOpen
+from agent_runtime.breaker import BreakerOpen, Breakers
 from agent_runtime.buckets import bucket
 from agent_runtime.client import PolicyClient
 from agent_runtime.clock import Clock, SystemClock
@@ -73,6 +73,7 @@ __all__ = [
     "BadAnswer",
     "Behind",
     "BreakerOpen",
+    "Breakers",
     "Clock",
     "ControlPlaneError",
     "Draining",

@@ -113,6 +113,10 @@ class Usage:
         """Count a call that the model answered, and the tokens it says it used."""
         self._add(tenant, _Line(model_calls=1, tokens=tokens))
 
+    def more_tokens(self, tenant: str, tokens: int) -> None:
+        """Count tokens of a call that is counted already: its answer goes on."""
+        self._add(tenant, _Line(tokens=tokens))
+
     def refused(self, tenant: str, reason: str, turn_id: str | None = None) -> None:
         """Count a turn that was refused: refused demand is demand, and log it, once a minute.
 
