@@ -116,10 +116,11 @@ def largest(used: CellUsage) -> dict[str, Any]:
     shares = [*used.largest, *([used.rest] if used.rest is not None else [])]
     names = [one.tenant for one in shares]
     top = sum(one.tokens for one in used.largest)
+    many = len(used.largest)
+    whose = "The largest tenant" if many == 1 else f"The {counted(many, 'largest tenant')}"
     return {
         "empty": "" if used.tokens else "Nothing was used.",
-        "says": f"The {counted(len(used.largest), 'largest tenant')} used"
-        f" {percent(top, used.tokens)} of {counted(used.tokens, 'token')}.",
+        "says": f"{whose} used {percent(top, used.tokens)} of {counted(used.tokens, 'token')}.",
         "again": False,
         "data": [
             {

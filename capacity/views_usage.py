@@ -108,6 +108,7 @@ def _lines(page: queries.UsagePage, base: str, *args: str) -> dict[str, Any]:
         "usage": page,
         "own": own,
         "lines": usage_panel.limit_lines(page),
+        "refusals": usage_panel.refusal_lines(page),
         "poll_url": reverse(f"{base}_now" if own else base, args=args),
     }
 

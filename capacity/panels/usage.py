@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from django.db.models import F, Min
 
 from capacity.models import UsageMinute
-from capacity.queries import UsagePage
+from capacity.queries import Refusals, UsagePage
 from tenants.domain.words import NOT_MEASURED, THIN, Status, clock, count, counted, rate
 from tenants.models import Tenant
 from tenants.panels import LOST_RANK, NAMED, Attention
@@ -17,6 +17,31 @@ from tenants.panels import LOST_RANK, NAMED, Attention
 # From here on a limit is near: worth a look before it refuses.
 NEAR = 0.75
 MINUTE = 60
+
+
+# What a tenant reads; the code of a refusal stands small beside it.
+TITLES = {
+    "rate": "Too many new runs",
+    "concurrency": "Too many at once",
+    "quota": "The model’s quota was taken",
+    "budget": "Daily tokens used up",
+    "draining": "Your data was being moved",
+    "breaker": "The model did not answer",
+    "other": "Another reason",
+}
+
+
+@dataclass(frozen=True)
+class RefusalLine:
+    """Turns that were refused for one reason: what it is called, what it means, what helps."""
+
+    title: str
+    refusals: Refusals
+
+
+def refusal_lines(page: UsagePage) -> list[RefusalLine]:
+    """Return why turns were refused today, most first."""
+    return [RefusalLine(TITLES.get(one.reason, one.reason), one) for one in page.refusals]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import IntegrityError, transaction
@@ -108,7 +108,8 @@ def _locked(resource: SharedResource, seen: datetime | None) -> SharedResource:
     row = SharedResource.objects.select_for_update().filter(pk=resource.pk).first()
     if row is None:
         raise ResourceChanged(f"{resource.name} was taken off the register. Nothing was saved.")
-    if seen is not None and row.at != seen:
+    # The API spells times in whole milliseconds, cut off.
+    if seen is not None and not timedelta(0) <= row.at - seen < timedelta(milliseconds=1):
         raise ResourceChanged(
             f"{row.by} has changed {row.name} since you read it. Nothing was saved; look at what"
             " stands there now, then save again."

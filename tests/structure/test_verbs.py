@@ -9,6 +9,7 @@ import pytest
 from django.test import RequestFactory
 from django.urls import URLPattern, URLResolver, get_resolver
 
+from capacity.api_isolation import router as isolation
 from migrations_app import services
 from migrations_app.api import restored_router, stores_router
 from migrations_app.api import router as moves
@@ -21,7 +22,15 @@ from tenants.domain.roles import Role
 # Functions of the operators' API that may change something, by name.
 OPERATIONS = {
     operation.view_func.__name__
-    for router in (moves, restored_router, stores_router, channels, rehearsals, ops_router)
+    for router in (
+        moves,
+        restored_router,
+        stores_router,
+        channels,
+        rehearsals,
+        isolation,
+        ops_router,
+    )
     for path in router.path_operations.values()
     for operation in path.operations
     if "POST" in operation.methods

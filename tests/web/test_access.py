@@ -49,7 +49,7 @@ OWN = sorted(n for n, pattern in GUARDED.items() if pattern.callback.access == D
 def _address(name: str, move: TenantMigration) -> str:
     """Return an address that exists, whatever the pattern asks for."""
     known = {"pk": move.pk, "slug": move.tenant.slug}
-    if name == "dead" or name.startswith("instance"):
+    if str(GUARDED[name].pattern).startswith("instances/"):
         known["pk"] = move.source_cell.instances.first().pk
     if name.endswith("_resource"):
         known["pk"] = SharedResource.objects.first().pk
