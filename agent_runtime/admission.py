@@ -263,6 +263,8 @@ class Shares:
         self, number: int, tenants: Mapping[str, Share], *, sent_at: float, seconds: float
     ) -> None:
         """Hold these grants instead of all others, for `seconds` from boot time `sent_at`."""
+        # First: what was used before, held against what is left now, would refuse for a moment.
+        self._usage.granted([t for t, share in tenants.items() if share.tokens_left is not None])
         now = self._clock.boottime()
         with self._lock:
             for held in self._held.values():
@@ -277,7 +279,6 @@ class Shares:
             self._held = held_now
             self._number = number
             self._until = sent_at + seconds
-        self._usage.granted([t for t, share in tenants.items() if share.tokens_left is not None])
 
     def extend(self, *, sent_at: float, seconds: float) -> None:
         """Let what is held hold on, for `seconds` from boot time `sent_at`."""

@@ -18,7 +18,7 @@ class Clock(Protocol):
         """Return seconds since some fixed moment, suspended time included. Never steps back."""
 
     def now(self) -> datetime:
-        """Return the wall clock's time, UTC. It may step; nothing is decided by it."""
+        """Return the wall clock's time, UTC. It may step: it names minutes and ends budgets."""
 
 
 class SystemClock:

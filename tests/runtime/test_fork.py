@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from agent_runtime import ForkedChild, PolicyClient
-from tests.runtime.wire import ControlPlane
+from agent_runtime import ForkedChild, Host, PolicyClient, TenantThrottled, TierPools
+from tests.runtime.scripts import Factory, Sessions
+from tests.runtime.wire import ControlPlane, entry, limits, share
 
 # Python 3.12 warns of a fork while threads run: that hazard is what these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -145,3 +147,62 @@ def test_a_child_runs_a_thread_of_its_own(plane: ControlPlane, client: PolicyCli
 
     assert in_child(child) is True
     client.stop()
+
+
+def test_a_childs_host_uses_no_runner_of_its_parent(client: PolicyClient) -> None:
+    async def talk(host: Host) -> list[str]:
+        return [event.text async for event in host.run("acme", "u", "s", "1")]
+
+    factory = Factory()
+    host = Host(client, {"pg-eu": Sessions}, factory)
+    asyncio.run(talk(host))
+
+    def child() -> Any:
+        client.tick()
+        said = asyncio.run(talk(host))
+        return [
+            said,
+            len(factory.built),
+            factory.built[0].closed,
+            client.runners.snapshot()["size"],
+        ]
+
+    assert in_child(child) == [["support.acme 0"], 2, 0, 1]
+    asyncio.run(talk(host))
+    assert len(factory.built) == 1
+
+
+def test_a_child_has_pools_of_its_own(client: PolicyClient) -> None:
+    async def talk() -> list[str]:
+        return [event.thread async for event in pools.run("acme", "u", "s", "1")]
+
+    pools = TierPools(client, {"pg-eu": Sessions}, Factory())
+    asyncio.run(talk())
+
+    def child() -> Any:
+        asyncio.run(pools.close())  # Its parent's: nothing to close here.
+        client.tick()
+        return [asyncio.run(talk()), len(pools)]
+
+    assert in_child(child) == [["switchyard-pool-pooled"], 1]
+    asyncio.run(pools.close())
+
+
+def test_a_child_holds_nothing_of_what_its_parent_was_granted(
+    plane: ControlPlane, client: PolicyClient
+) -> None:
+    plane.publish(entry("acme", scope=limits(max_concurrent_runs=1)))
+    plane.grant(acme=share(None, 1))
+    client.tick()
+    plane.grants = (0, {})
+
+    def child() -> Any:
+        client.tick()
+        assert client.policy is not None
+        try:
+            with client.admission.admit(client.policy.entries["acme"]):
+                return "served"
+        except TenantThrottled as refused:
+            return refused.reason
+
+    assert in_child(child) == "concurrency"

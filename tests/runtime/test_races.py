@@ -163,9 +163,12 @@ def test_ten_thousand_invocations_from_threads(judge: Judge, client: PolicyClien
     def invoke() -> None:
         for _ in range(INVOCATIONS // threads_count):
             try:
-                with client.fence.enter("acme") as turn, client.admission.admit(turn.entry):
-                    with judge.working():
-                        threading.Event().wait(0.0005)
+                with (
+                    client.fence.enter("acme") as turn,
+                    client.admission.admit(turn.entry),
+                    judge.working(),
+                ):
+                    threading.Event().wait(0.0005)
             except Draining:
                 judge.refuse("draining")
                 threading.Event().wait(0.0005)
