@@ -579,6 +579,18 @@ async def test_a_probe_that_is_cancelled_makes_room(
     assert texts(await tenant.run(agent(model(said())))) == ["ok"]
 
 
+async def test_a_call_that_its_endpoint_refuses_takes_no_quota(tenant: Tenant) -> None:
+    tenant.grant(tokens_per_minute=60_000.0)
+    with pytest.raises(ClientError):
+        await tenant.run(agent(model(BUSY)))
+    held = tenant.client.shares._held["acme"]
+    assert held.tokens is not None
+    before = held.tokens.level
+    with pytest.raises(RuntimeError, match="left alone"):
+        await tenant.run(agent(model(said())))
+    assert held.tokens.level == before
+
+
 async def test_accounts_are_told_apart_by_the_name_of_their_endpoint(tenant: Tenant) -> None:
     tenant.plugin = tenant.make_plugin(endpoint_of=lambda request: f"{request.model} of acme")
     await tenant.run(agent(model(said())))
