@@ -21,7 +21,8 @@ tenant_router = Router(tags=["tenant"])
 ops_router = Router(tags=["usage"])
 
 Day = Annotated[str, Field(max_length=10)]
-Hours = Annotated[int, Field(ge=1, le=48)]
+# Above 48 by whole days.
+Hours = Annotated[int, Field(ge=1, le=31 * 24)]
 
 
 class CountsOut(Schema):

@@ -22,6 +22,8 @@ from tenants.models import Cell, PolicyEntry, RuntimeInstance, Scope, Tenant, Us
 PREWARMED_MOST = 200
 # How many tenants a cell's usage names, and how many days a reconciliation shows.
 LARGEST, RECONCILED_MOST = 20, 500
+# A time that is longer than this is added up by the day: minutes would be millions of rows.
+BY_MINUTE_HOURS = 48
 # What a tenant's page looks back.
 MINUTES_SHOWN, DAYS_SHOWN = 60, 30
 
@@ -337,9 +339,14 @@ class CellUsage:
 
 
 def cell_usage(cell: Cell | None, *, hours: int = 1, now: datetime) -> CellUsage:
-    """Return what tenants who live in the cell used in the last hours; None: in all cells."""
+    """Return what tenants who live in the cell used in the last hours; None: in all cells.
+
+    A longer time is added up from days, each tenant's own, of which the first may begin earlier.
+    """
     since = now - hours * HOUR
-    rows = UsageMinute.objects.filter(minute__gt=since, minute__lte=now + MINUTE)
+    rows: QuerySet[Any] = UsageMinute.objects.filter(minute__gt=since, minute__lte=now + MINUTE)
+    if hours > BY_MINUTE_HOURS:
+        rows = UsageDay.objects.filter(day__gte=since.date(), day__lte=(now + DAY).date())
     if cell is not None:
         rows = rows.filter(tenant__placement__cell=cell)
     all_used = _numbers(rows)
@@ -368,7 +375,7 @@ def cell_usage(cell: Cell | None, *, hours: int = 1, now: datetime) -> CellUsage
     )
 
 
-def _rest(rows: QuerySet[UsageMinute], all_used: Counts) -> Share | None:
+def _rest(rows: QuerySet[Any], all_used: Counts) -> Share | None:
     used = _numbers(rows)
     if used == Counts():
         return None

@@ -23,7 +23,7 @@ from tenants import services as tenants_services
 log = logging.getLogger(__name__)
 
 # Lines of one transaction: a fraction of a second, whoever waits for these rows.
-LINES_AT_ONCE = 2_000
+LINES_AT_ONCE = 1_000
 # Rows of one statement of a sweep.
 SWEPT_AT_ONCE = 10_000
 

@@ -387,7 +387,7 @@ def test_a_raised_budget_lets_go(cast: make.Cast, instance: RuntimeInstance, now
     lines(instance, cast.acme, [now], tokens=100)
     services.roll_up(now=now)
     services.mark_budgets(now=now)
-    budget(cast.acme, 50, trial=True)
+    budget(cast.acme, 5_000, trial=True)
     assert services.mark_budgets(now=now) == 0
     budget(cast.acme, 200)
     assert services.mark_budgets(now=now) == 1
