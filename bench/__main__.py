@@ -11,7 +11,7 @@ import sys
 
 from bench import only, parser
 
-BENCHES = ("copy", "fence", "growth", "policy_api")
+BENCHES = ("copy", "fence", "growth", "policy_api", "turn_overhead")
 LONG = ("soak",)
 
 
