@@ -15,6 +15,7 @@ from django.contrib.auth.hashers import make_password
 from django.contrib.auth.models import Group, User
 from django.db import transaction
 
+from capacity.models import IsolationRun, SharedResource, UsageDay, UsageMinute
 from migrations_app import ports
 from migrations_app.domain.channels import StepBy
 from migrations_app.domain.mismatch import Looks
@@ -34,7 +35,16 @@ from migrations_app.models import (
 from tenants import services
 from tenants.domain.fence import Accepts
 from tenants.domain.roles import Role
-from tenants.models import Cell, Counter, PolicyEntry, RuntimeInstance, Store, Tenant
+from tenants.models import (
+    Cell,
+    Counter,
+    Grants,
+    PolicyEntry,
+    RuntimeInstance,
+    Scope,
+    Store,
+    Tenant,
+)
 from tests import make
 
 PASSWORD = "correct horse battery staple"
@@ -612,4 +622,74 @@ def stamps(row: TenantMigration, count: int) -> None:
             target_stamp="b",
         )
         for index in range(count)
+    )
+
+
+def used(cast: make.Cast, *, now: datetime) -> None:
+    """Let acme have limits, a day of usage and refusals, and its instances caches and breakers."""
+    Scope.objects.filter(tenant=cast.acme).update(
+        max_concurrent_runs=10,
+        runs_per_second=0.5,
+        daily_token_budget=30_000_000,
+        max_model_calls_per_run=12,
+        allowed_tools=["lookupAccount", "a_tool_with_a_name_that_is_" + "long_" * 18],
+    )
+    minute = now.replace(second=0, microsecond=0)
+    UsageMinute.objects.bulk_create(
+        UsageMinute(
+            tenant=cast.acme,
+            minute=minute - timedelta(minutes=ago),
+            turns=30,
+            tokens=240_000,
+            refused={"rate": 20 + ago % 7},
+        )
+        for ago in range(60)
+    )
+    UsageDay.objects.bulk_create(
+        UsageDay(
+            tenant=cast.acme,
+            day=now.date() - timedelta(days=ago),
+            turns=3_037,
+            tokens=23_040_000 - ago * 500_000,
+            refused={} if ago else {"rate": 2_361, "concurrency": 212, "draining": 3},
+        )
+        for ago in range(30)
+    )
+    share = {
+        "runs_per_second": 0.25,
+        "max_concurrent_runs": 5,
+        "tokens_per_minute": None,
+        "safe_runs_per_second": 0.125,
+        "safe_max_concurrent_runs": 2,
+        "safe_tokens_per_minute": None,
+        "tokens_left": 1_200_000,
+    }
+    for row in RuntimeInstance.objects.filter(cell=cast.cell):
+        row.in_flight = {"acme": 11, "bolt": 2}
+        row.runners = {
+            "size": 1_990,
+            "limit": 2_000,
+            "idle_seconds": 1_800.0,
+            "evicted": {"size": 412, "idle": 30, "generation": 3, "gone": 1},
+            "builds": 2_436,
+            "build_ms": {"p50": 140.0, "p99": 2_300.0},
+            "bytes": 1_572_864,
+        }
+        row.breakers = {
+            "https://model.example/" + "x" * 90: {"state": "open", "shared_pool_429": 41},
+            "model-b": {"state": "half_open", "own_quota_429": 2},
+        }
+        row.grants_number, row.grants_until = 8, now + timedelta(seconds=30)
+        row.save()
+        Grants.objects.create(instance=row, shares={"acme": share}, made_at=now)
+    cast.cell.refresh_from_db()
+    cast.cell.document = {"prewarm": [f"tenant-with-a-long-name-{n}" for n in range(40)]}
+    cast.cell.save()
+    SharedResource.objects.filter(name="Result caches").update(control="", shown_by="z" * 300)
+    results = [
+        {"name": "Flood", "asked": "a", "measured": "p95 2.4s " + "y" * 90, "bar": "b", "held": bad}
+        for bad in (True, False)
+    ]
+    IsolationRun.objects.create(
+        began_at=now, ended_at=now, by="olga", build="2026.3.1", results=results, passed=False
     )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from capacity.models import SharedResource
 from migrations_app.domain.phases import Phase
 from migrations_app.models import ArtifactReference, RestoreFinding, TenantMigration
 from tenants import services
@@ -99,8 +100,11 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
     more[0].transient, more[1].accepted_at, more[1].accepted_reason = True, at, "z" * 200
     for row in more[:2]:
         row.save()
+    scene.used(here, now=at)
     dead = RuntimeInstance.objects.filter(cell=here.cell).first()
+    resource = SharedResource.objects.filter(control="").first()
     assert dead is not None
+    assert resource is not None
     why = "Instance eu1-a-1 has applied policy ab12.57: run `manage.py restored`."
     services.halt(by="instance eu1-a-1", why=why, now=at)
     for tenant, homes in ((here.bolt, ["store-eu1-b"]), (here.acme, [])):
@@ -112,7 +116,15 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
     return [
         "/",
         "/restored/",
+        "/instances/",
+        f"/instances/{dead.pk}/",
         f"/instances/{dead.pk}/dead/",
+        "/isolation/",
+        "/isolation/resources/new/",
+        f"/isolation/resources/{resource.pk}/",
+        "/usage/",
+        "/usage/reconciliation/",
+        "/tenants/acme/usage/",
         "/moves/",
         "/moves/?state=all",
         "/tenants/",
@@ -258,3 +270,22 @@ def test_a_person_signs_in_and_out(here: make.Cast, windows: Windows) -> None:
     page.get_by_role("button", name="Sign out").click()
     page.wait_for_url("**/sign-in/")
     assert not TenantMigration.objects.exists()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])
+def test_a_tenant_s_own_page_can_be_read_and_its_charts_are_drawn(
+    width: int, scheme: str, here: make.Cast, at: datetime, windows: Windows
+) -> None:
+    scene.used(here, now=at)
+    window = windows(None, width=width, scheme=scheme)
+    services.add_member(scene.person("mia", None), tenant=here.acme, by="adam", now=at)
+    page = window.open("/sign-in/")
+    page.fill("#username", "mia")
+    page.fill("#password", scene.PASSWORD)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/my/usage/")
+    for plot in page.locator(".plot").all():
+        expect(plot.locator("svg.main-svg").first).to_be_visible()
+    assert page.evaluate(WIDER) <= 0
+    assert page.evaluate(CONTRAST) == []
+    assert page.evaluate(NAMELESS) == []

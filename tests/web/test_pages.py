@@ -61,6 +61,10 @@ def test_a_move_whose_fence_is_closed_is_polled_each_second(moving: Moving, peop
         "/moves/new/?tenant=acme",
         "/tenants/",
         "/tenants/acme/",
+        "/tenants/acme/usage/",
+        "/usage/",
+        "/instances/",
+        "/isolation/",
         "/x/",
     ],
 )
