@@ -20,6 +20,8 @@ from tenants.models import Cell, PolicyEntry, RuntimeInstance, Scope, Tenant, Us
 
 # How many tenants a runtime is told to build ahead.
 PREWARMED_MOST = 200
+# So many ids a statement names; where there are more, it reads everybody's rows.
+NAMED_MOST = 1_000
 # How many tenants a cell's usage names, and how many days a reconciliation shows.
 LARGEST, RECONCILED_MOST = 20, 500
 # A time that is longer than this is added up by the day: minutes would be millions of rows.
@@ -38,8 +40,8 @@ def tokens_left(tenants: Collection[Tenant], *, now: datetime) -> dict[str, int 
 
     By what has been added to the ledger: seconds behind what runtimes have served.
     """
-    pks = [tenant.pk for tenant in tenants]
-    budgets = dict(_budgeted().filter(pk__in=pks).values_list("pk", "budget"))
+    known = _of(_budgeted(), "pk", [tenant.pk for tenant in tenants])
+    budgets = dict(known.values_list("pk", "budget"))
     used = _used_today(tenants, now=now)
     left: dict[str, int | None] = {}
     for tenant in tenants:
@@ -96,12 +98,17 @@ def _budgeted() -> QuerySet[Any]:
 def _used_today(tenants: Collection[Tenant], *, now: datetime) -> dict[int, int]:
     """Return the tokens that each tenant (id) used in its present day."""
     today = {tenant.pk: day_of(now, tenant.time_zone) for tenant in tenants}
-    rows = UsageDay.objects.filter(tenant__in=list(today), day__in=set(today.values()))
+    rows = _of(UsageDay.objects.filter(day__in=set(today.values())), "tenant", list(today))
     return {
         tenant: tokens
         for tenant, day, tokens in rows.values_list("tenant_id", "day", "tokens")
-        if day == today[tenant]
+        if day == today.get(tenant)
     }
+
+
+def _of(rows: QuerySet[Any], name: str, ids: list[int]) -> QuerySet[Any]:
+    """Return the rows of these ids, and of others where naming so many would cost more."""
+    return rows.filter(**{f"{name}__in": ids}) if len(ids) <= NAMED_MOST else rows
 
 
 # --- building ahead -------------------------------------------------------------------------

@@ -423,7 +423,7 @@ def test_the_next_day_lets_go_without_anybody(
 
 @pytest.mark.django_db
 def test_what_is_left_is_of_the_tenants_own_day(
-    cast: make.Cast, instance: RuntimeInstance, now: datetime
+    cast: make.Cast, instance: RuntimeInstance, now: datetime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zoned(cast.bolt, "Asia/Tokyo")
     for tenant in (cast.acme, cast.bolt):
@@ -435,6 +435,10 @@ def test_what_is_left_is_of_the_tenants_own_day(
     everybody = [cast.acme, cast.bolt, cast.core]
     left = queries.tokens_left(everybody, now=evening + HOUR)
     assert left == {"acme": 40, "bolt": 70, "core": None}
+    # Of so many that their ids are not named.
+    monkeypatch.setattr(queries, "NAMED_MOST", 1)
+    assert queries.tokens_left(everybody, now=evening + HOUR) == left
+    assert queries.tokens_left(everybody[:2], now=evening + HOUR) == {"acme": 40, "bolt": 70}
     budget(cast.acme, 10)
     assert queries.tokens_left([cast.acme], now=evening)["acme"] == 0
 
