@@ -21,6 +21,7 @@ from durable.clock import database_now
 from migrations_app import queries, restored, services
 from migrations_app.domain.mismatch import WORDS, Looks
 from migrations_app.domain.phases import ENDED, REVERSED, Mode
+from migrations_app.domain.quote import Quote
 from migrations_app.dry_run import dry_run, paced
 from migrations_app.models import Mismatch, RestoreFinding, TenantMigration
 from migrations_app.panels.artifacts import changed_numbers, references
@@ -73,6 +74,8 @@ class MergedOut(Schema):
     key: str
     # Whose change was the newer and stands: source or target.
     taken: str
+    # Nothing tells which was newer: the event that set one of both is gone, with its session.
+    undecided: bool = False
 
 
 class MoveOut(Schema):
@@ -161,6 +164,8 @@ class QuoteOut(Schema):
     expected: float
     worst: float
     budget: float
+    # Whether it is the way back's: data then goes from the target to the source.
+    back: bool
 
 
 class PlanIn(OpsIn):
@@ -381,12 +386,28 @@ def move(request: HttpRequest, pk: int) -> dict[str, Any]:
 
 
 @router.get("/{pk}/quote", response={200: QuoteOut, **REFUSALS})
-def quote(request: HttpRequest, pk: int) -> dict[str, Any]:
-    """Work out the fence as it would be now."""
+def quote(request: HttpRequest, pk: int, back: bool | None = None) -> dict[str, Any]:
+    """Work out the fence as it would be now: the move's next one.
+
+    While both sides of a split serve that may be either: `back=true` asks for the one that an
+    abort would close, to carry home what was born on the target.
+    """
     require(request, Role.VIEWER)
-    row = _move(pk)
-    found = queries.fence_quote(row, now=database_now())
-    return {"expected": found.expected, "worst": found.worst, "budget": row.budget_seconds}
+    row, now = _move(pk), database_now()
+    goes = queries.goes_back(row)
+    if back is None or back == goes:
+        return _quote_out(row, queries.fence_quote(row, now=now), back=goes)
+    if not back or not queries.split_live(row):
+        which = "forward" if goes else "back"
+        raise services.NotNow(
+            f"{row} is in {row.phase.upper()}: there is no fence {which} to be quoted."
+        )
+    return _quote_out(row, queries.way_back_quote(row, now=now), back=True)
+
+
+def _quote_out(row: TenantMigration, found: Quote, *, back: bool) -> dict[str, Any]:
+    told = {"expected": found.expected, "worst": found.worst, "budget": row.budget_seconds}
+    return {**told, "back": back}
 
 
 @router.post("/{pk}/pause", response={200: MoveOut, **REFUSALS})
@@ -555,11 +576,8 @@ def rollback(request: HttpRequest, pk: int, body: RollbackIn) -> dict[str, Any]:
     left = (row.soak_until - now).total_seconds() if row.soak_until else 0.0
     told = {
         "dry_run": body.dry_run,
-        "quote": {
-            "expected": found.expected,
-            "worst": found.worst,
-            "budget": body.budget_seconds or row.budget_seconds,
-        },
+        "quote": _quote_out(row, found, back=queries.goes_back(row))
+        | {"budget": body.budget_seconds or row.budget_seconds},
         "to_carry": queries.to_carry(row),
         "soak_left": max(left, 0.0),
     }

@@ -32,6 +32,7 @@ from migrations_app.ports.base import (
     SessionStore,
     SharedRow,
     Stamp,
+    Unfinished,
     same,
     shared_pages,
 )
@@ -238,6 +239,8 @@ class Swept:
     cursor: Key
     passed: int
     finished: bool
+    # What a person should know of why it stopped here.
+    note: str = ""
 
 
 def sweep(
@@ -247,7 +250,7 @@ def sweep(
     meter: Meter,
     timer: Timer,
     needs: Callable[[Sequence[tuple[Key, Stamp]]], set[Key]],
-    work: Callable[[Sequence[Key]], None],
+    work: Callable[[Sequence[Key]], bool],
     chunk: int,
     page_size: int = PAGE,
     mark: Mark | None = None,
@@ -257,7 +260,8 @@ def sweep(
     Adds each one that it passes to `mark`.
 
     `needs(page)` returns which keys of a page of (key, stamp) need work; `work(keys)` does it
-    for up to `chunk` of them. Few needles in much hay are gathered over pages, so that
+    for up to `chunk` of them, and returns whether all of it is done: else the sweep stops before
+    it. Few needles in much hay are gathered over pages, so that
     the work's own cost is paid per chunk, not per page.
     """
     read, done, passed = cursor(move), cursor(move), 0
@@ -277,8 +281,9 @@ def sweep(
             continue
         prefix = _prefix(pending, chunk)
         if prefix:
-            if keys := [key for key, _, needed in prefix if needed]:
-                work(keys)
+            keys = [key for key, _, needed in prefix if needed]
+            if keys and not work(keys):
+                return Swept(done, passed, finished=False, note=UNFINISHED)
             if mark is not None:
                 for key, stamp, _ in prefix:
                     mark.session(key, stamp)
@@ -322,8 +327,11 @@ def copy(
     meter: Meter,
     clock: Clock,
     compare: bool,
-) -> None:
+) -> bool:
     """Copy one chunk: note its keys, write it, compare it if asked, record what is known.
+
+    Returns whether all of it is through: replay has its time. What is, is recorded, so that the
+    same keys come down to the others.
 
     A key is noted before its chunk is written, so whatever a crash leaves on the target is
     on the list of what we wrote. A session that vanished at the source is gone at the
@@ -342,6 +350,7 @@ def copy(
         )
     with meter.timing("copy", len(keys)):
         batch = ports.copy(source, target, keys)
+    meter.count["copy"] -= len(batch.unfinished)
     copied = batch.copied
     meter.copied += len(copied)
     equal: set[Key] = set()
@@ -356,7 +365,8 @@ def copy(
     # Their stamps stay blank: tried again by each pass, and never deleted by OFFBOARD.
     refused = {key: refusal.difference for key, refusal in batch.refused.items()}
     left_out = ports.digests_of_both(source, target, list(refused)) if refused else ({}, {})
-    gone = [key for key in keys if key not in copied and key not in refused]
+    known = {*copied, *refused, *batch.unfinished}
+    gone = [key for key in keys if key not in known]
     meter.deleted += len(gone)
     now = clock()
     with holding(move):
@@ -366,6 +376,16 @@ def copy(
         _report(move, differ, pair, now)
         _report(move, refused, left_out, now)
         _report(move, dict.fromkeys(moved_on, MOVED_ON), pair, now, transient=True)
+    return not batch.unfinished
+
+
+UNFINISHED = "Replay takes longer than one step may: what is written stays, and is gone on with"
+
+
+def _copy_whole(*args: Any, **kwargs: Any) -> None:
+    """`copy`, for what can only go on once it is through. Raises Unfinished."""
+    if not copy(*args, **kwargs):
+        raise Unfinished(UNFINISHED)
 
 
 MOVED_ON = Difference("events", "changed at the source after it was copied", Looks.MOVED_ON)
@@ -441,7 +461,7 @@ def compare(
     if move.phase in REVERSED:
         there = target.stamps(keys)
         if lost := [key for key in keys if key not in there]:
-            copy(move, source, target, lost, meter=meter, clock=clock, compare=False)
+            _copy_whole(move, source, target, lost, meter=meter, clock=clock, compare=False)
     with meter.timing("compare", len(keys)):
         pair = ports.digests_of_both(source, target, keys)
     ours, theirs = pair
@@ -967,7 +987,7 @@ def settle_shared(
         with meter.timing("shared", len(rows)):
             there = target.shared([row.user_id for row in rows]) if rows else {}
             if split and write:
-                merging.merge(move, source, target, rows, there, clock)
+                merging.merge(move, source, target, rows, there, clock, until=timer.until)
             elif split:
                 differ = merging.unmerged(move, rows, there)
             else:
@@ -1071,7 +1091,7 @@ def repair(
     if queries.split_live(move):
         sessions = _repairable_in_split(move, source, target, sessions)
     if sessions:
-        copy(move, source, target, sessions, meter=meter, clock=clock, compare=True)
+        _copy_whole(move, source, target, sessions, meter=meter, clock=clock, compare=True)
     for mismatch in (m for m in asked if not m.session_id):
         _repair_shared(move, source, target, mismatch.user_id or None, mismatch, clock)
     with holding(move):
@@ -1110,7 +1130,8 @@ def _repair_shared(
     ours = source.shared([user_id]).get(user_id)
     if queries.split_live(move):
         rows = [ours] if ours is not None else []
-        merging.merge(move, source, target, rows, target.shared([user_id]), clock)
+        there = target.shared([user_id])
+        merging.merge(move, source, target, rows, there, clock, until=time.monotonic())
         equal = not merging.unmerged(move, rows, target.shared([user_id]))
     else:
         if ours is None:

@@ -3,15 +3,19 @@
 By value, as everywhere else, would take back what agents of the target have set since. What both
 sides had when the split began is the base: a key that only the target has changed is the target's,
 any other is the source's; where both have, the event that set it last decides, and it is listed.
+An event may be gone, with the session that somebody deleted, or never have been: then nobody can
+tell which is newer. The value where it is written stands, for the other one is still where it is
+read, which is closed and kept; and it is listed as undecided.
 Only digests are kept of the base, never a value.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 from durable.driver import Clock, holding
@@ -21,13 +25,21 @@ from migrations_app.domain import canonical
 from migrations_app.domain.phases import REVERSED
 from migrations_app.models import SharedBase, TenantMigration
 from migrations_app.ports.artifacts import spell
-from migrations_app.ports.base import SessionStore, SharedRow
+from migrations_app.ports.base import Key, Own, SessionStore, SharedRow, Unfinished
 from tenants.domain.words import counted
 
 # A user's row that agents write this often in a row while it is merged: another step goes on.
 TRIES = 20
 # Decided conflicts that are listed, each with its line in the log; the log counts the rest.
 LISTED = 200
+
+
+class Verdict(StrEnum):
+    """What becomes of a key that both sides had changed."""
+
+    KEPT = "kept"  # The written side's is newer.
+    TAKEN = "taken"  # The read side's is newer.
+    UNDECIDED = "undecided"  # The event that set it is gone; the written side's stands.
 
 
 class StillWritten(Refused):
@@ -49,18 +61,24 @@ def merge(
     rows: Sequence[SharedRow],
     there: Mapping[str | None, SharedRow],
     clock: Clock,
+    *,
+    until: float,
 ) -> int:
     """Bring what the read side has changed since the base to the written side.
 
     `there` is what the written side had of these users a moment ago: agents may write it
     meanwhile, and the read side is closed. Returns how many rows had changed. May be repeated
-    after any crash. Raises StillWritten.
+    after any crash. Raises StillWritten, and Unfinished behind a moment of the monotonic clock:
+    what is merged by then is found merged.
     """
     bases = _bases(move, [row.user_id for row in rows])
     changed = [row for row in rows if _changed(row, bases)]
-    for row in changed:
+    for at, row in enumerate(changed):
+        # One at least: a store that answers slower than a step is long still gets on.
+        if at and time.monotonic() >= until:
+            raise Unfinished("Shared state is being merged: it takes more than one step.")
         found = there.get(row.user_id)
-        decided = _merge_row(read, written, row, found, bases.get(row.user_id, {}))
+        decided = _merge_row(move, read, written, row, found, bases.get(row.user_id, {}))
         if decided is None:
             continue
         with holding(move) as locked:
@@ -83,13 +101,14 @@ def unmerged(
 
 
 def _merge_row(
+    move: TenantMigration,
     read: SessionStore,
     written: SessionStore,
     row: SharedRow,
     found: SharedRow | None,
     base: Mapping[str, str],
-) -> dict[str, bool] | None:
-    """Return which keys both sides had changed, and whether the written side's value was kept.
+) -> dict[str, Verdict] | None:
+    """Return which keys both sides had changed, and whose value stands.
 
     None: the written side can't hold a value. Nothing is written then, and VERIFY names it.
     """
@@ -100,26 +119,71 @@ def _merge_row(
     for _ in range(TRIES):
         theirs = _state(found)
         other = _digests(theirs)
-        both = {key for key in changed if other.get(key) not in (known[key], mine[key])}
-        kept = _newer(written, read, row.user_id, sorted(both))
-        taken = {key: ours[key] for key in changed if not kept.get(key)}
+        both = {key for key in changed & other.keys() if other[key] not in (known[key], mine[key])}
+        found_out = _verdicts(
+            move,
+            row.user_id,
+            (written, {key: other[key] for key in both}),
+            (read, {key: mine[key] for key in both}),
+        )
+        stays = {key for key, verdict in found_out.items() if verdict is not Verdict.TAKEN}
+        taken = {key: ours[key] for key in changed - stays}
         merged = SharedRow(row.user_id, json.dumps({**theirs, **taken}), "")
         if ports.refuses_shared(read, written, merged):
             return None
         if written.replace_shared(merged, found.state if found is not None else "{}"):
-            return kept
+            return found_out
         # Written meanwhile: merged once more, with what is there now.
         found = written.shared([row.user_id]).get(row.user_id)
     whose = "the app's" if row.user_id is None else f"{row.user_id}'s"
     raise StillWritten(f"Agents keep changing {whose} shared state while it is merged.")
 
 
-def _newer(
-    one: SessionStore, other: SessionStore, user_id: str | None, keys: Sequence[str]
-) -> dict[str, bool]:
-    """Return whether `one` set each key after `other` did. What no event set is the older."""
-    ours, theirs = (side.last_changes(user_id, keys) for side in (one, other))
-    return {key: key in ours and (key not in theirs or ours[key] > theirs[key]) for key in keys}
+# A side, and the digests of the values that stand there.
+Stands = tuple[SessionStore, Mapping[str, str]]
+
+
+def _verdicts(
+    move: TenantMigration, user_id: str | None, written: Stands, read: Stands
+) -> dict[str, Verdict]:
+    """Return which side set each key last: by the events whose values stand there now."""
+    keys = sorted(written[1])
+    names = ("source", "target") if move.phase in REVERSED else ("target", "source")
+    theirs, ours = (
+        {
+            key: change.at
+            for key, change in side.last_changes(user_id, keys, _own(move, name)).items()
+            # Another value stands there: whatever set it is gone.
+            if change.digest == stands[key]
+        }
+        for name, (side, stands) in zip(names, (written, read), strict=True)
+    )
+    verdicts = {}
+    for key in keys:
+        if key not in theirs or key not in ours:
+            verdicts[key] = Verdict.UNDECIDED
+        else:
+            verdicts[key] = Verdict.KEPT if theirs[key] > ours[key] else Verdict.TAKEN
+    return verdicts
+
+
+def _own(move: TenantMigration, name: str) -> Own:
+    """Tell the sessions that the source, or the target, serves from copies of the other's.
+
+    Copies bring their events along, which have set nothing where they are copied to.
+    """
+
+    def own(keys: Collection[Key]) -> set[Key]:
+        rows = move.stamps.filter(session_id__anyof={key.session_id for key in keys})
+        born = {
+            Key(user, session): carried
+            for user, session, carried in rows.values_list("user_id", "session_id", "carried_back")
+        }
+        # What we have no row of was born on the target, or is at the source alone.
+        at_target = name == "target"
+        return {key for key in keys if born.get(key, at_target) is at_target}
+
+    return own
 
 
 def _changed(row: SharedRow, bases: Mapping[str | None, Mapping[str, str]]) -> bool:
@@ -140,10 +204,7 @@ def _state(row: SharedRow | None) -> dict[str, Any]:
 
 
 def _digests(state: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        key: hashlib.sha256(canonical.of_value(value).encode()).hexdigest()
-        for key, value in state.items()
-    }
+    return {key: canonical.value_digest(value) for key, value in state.items()}
 
 
 def _bases(
@@ -174,28 +235,37 @@ def _put_base(move: TenantMigration, keys: Mapping[str | None, Mapping[str, str]
 
 
 def _list(
-    row: TenantMigration, user_id: str | None, kept: Mapping[str, bool], now: datetime
+    row: TenantMigration, user_id: str | None, verdicts: Mapping[str, Verdict], now: datetime
 ) -> None:
     """Say which keys both sides had changed, and whose value stands. Inside `holding`."""
     read, written = ("target", "source") if row.phase in REVERSED else ("source", "target")
     whose = "the app's" if user_id is None else f"{user_id}'s"
     notes, more = [], 0
-    for key, stays in kept.items():
-        line = {"user_id": user_id, "key": spell(key), "taken": written if stays else read}
+    for key, verdict in verdicts.items():
+        undecided = verdict is Verdict.UNDECIDED
+        stands = read if verdict is Verdict.TAKEN else written
+        line: dict[str, Any] = {"user_id": user_id, "key": spell(key), "taken": stands}
+        if undecided:
+            line["undecided"] = True
         if line in row.merged:
             continue
         if len(row.merged) >= LISTED:
             more += 1
             continue
         row.merged = [*row.merged, line]
-        notes.append(
-            f"Both sides changed {whose} {line['key']}: the {line['taken']}'s is newer and stands"
-        )
+        why = f"the {stands}'s is newer and stands"
+        if undecided:
+            why = (
+                f"nothing tells which is newer, for the event that set it is gone. The {stands}'s"
+                f" stands; the {read}'s is still there"
+            )
+        notes.append(f"Both sides changed {whose} {line['key']}: {why}")
     if notes:
         row.save(update_fields=["merged"])
     if more:
         notes.append(
-            f"Both sides changed {counted(more, 'more key')} of {whose}: the newer one stands"
+            f"Both sides changed {counted(more, 'more key')} of {whose}: the newer one stands, or"
+            f" the {written}'s where nothing tells"
         )
     for note in notes:
         row.events.create(at=now, who="mover", was=row.phase, now=row.phase, note=note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from datetime import datetime
 
 from django.conf import settings
@@ -47,6 +48,15 @@ def fence_quote(move: TenantMigration, *, now: datetime) -> Quote:
         remember=changed if move.remembered else 0,
         memory_rate=move.memory_rate,
     )
+
+
+def way_back_quote(move: TenantMigration, *, now: datetime) -> Quote:
+    """Work out the fence of the way back out of a split, or out of SOAK, if it closed at `now`."""
+    asked = copy(move)
+    if split_live(move):
+        # As its abort would be asked for, whichever fence is closed now.
+        asked.phase, asked.rollback_requested_at = Phase.SPLIT, now
+    return fence_quote(asked, now=now)
 
 
 def _unproven(move: TenantMigration) -> int:

@@ -34,6 +34,7 @@ from migrations_app.ports.base import (
     SessionStore,
     StoreBusy,
     StoreRefused,
+    Unfinished,
     same,
 )
 from migrations_app.preflight import Preflight, between_stores
@@ -228,6 +229,9 @@ def _copy(
                 raise
             kept.notes.append(f"stopped early: {busy}")
             return
+        if batch.unfinished and not (done or batch.copied):
+            raise Unfinished("Replaying the first sessions takes longer than one call may.")
+        kept.count["copy"] -= len(batch.unfinished)
         done += len(chunk)
         copied = list(batch.copied)
         with kept.timing("compare", len(copied)):
@@ -240,11 +244,14 @@ def _copy(
                 kept.moved_on += 1
             else:
                 kept.differ.append(f"{_named(key)} in its {_part(mine, other)}")
-        kept.moved_on += len(chunk) - len(copied) - len(batch.refused)
+        kept.moved_on += len(chunk) - len(copied) - len(batch.refused) - len(batch.unfinished)
         kept.refused += [
             f"{_named(key)} {refusal.field}: {refusal.reason}"
             for key, refusal in batch.refused.items()
         ]
+        if batch.unfinished:
+            kept.notes.append("stopped early: replay takes longer than one call may")
+            return
         wanted = kept.rate("copy") or 1.0
         size = max(1, min(CHUNK_MOST, int(wanted * CHUNK_SECONDS)))
 

@@ -706,7 +706,7 @@ def _asking(
         TenantMigration.objects.filter(pk=row.pk).update(
             version=F("version") + 1, **changed, **soon
         )
-        said = words(verb, row.phase)
+        said = words(verb, row.phase, row.mode)
         note = f"{said}: {reason}" if reason else said
         row.events.create(at=now, who=by, was=row.phase, now=row.phase, note=note)
         _audit(

@@ -332,7 +332,7 @@ def _done(request: HttpRequest, move: TenantMigration, verb: str) -> HttpRespons
     """Answer an act that was accepted: panels look at once, and the page says so."""
     if not request.htmx:
         return redirect("move", pk=move.pk)
-    text = f"{words(verb, move.phase)}, {move} {move.tenant}: asked for."
+    text = f"{words(verb, move.phase, move.mode)}, {move} {move.tenant}: asked for."
     response = render(request, "migrations_app/_done.html", {"text": text})
     response.headers["HX-Trigger"] = "moved"
     return response

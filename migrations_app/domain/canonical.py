@@ -217,6 +217,11 @@ def state_digest(text: str) -> str:
     return _hashed([of_json(text)]).hex()
 
 
+def value_digest(value: Any) -> str:
+    """Return the fingerprint of one JSON value, such as a key's of shared state."""
+    return hashlib.sha256(of_value(value).encode()).hexdigest()
+
+
 def _hashed(values: list[Any]) -> bytes:
     # JSON once more frames the parts; it spells what UTF-8 can't hold.
     return hashlib.sha256(json.dumps(values).encode()).digest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from migrations_app.domain.phases import REVERSED, Phase
+from migrations_app.domain.phases import REVERSED, Mode, Phase
 
 WORDS = {
     "pause": "Pause",
@@ -21,16 +21,20 @@ WORDS = {
     "confirm_offboard": "Confirm offboard",
     "leave_behind": "Leave copy behind",
 }
-# What the same act is called while both sides of a split serve.
+# What the same act is called before a move that splits has split, and while both sides serve.
+BEFORE_SPLIT = {"close_fence": "Start split", "cancel_fence": "Take back split"}
 IN_SPLIT = {"close_fence": "Wait no longer", "cancel_rollback": "Take back abort"}
 
 
-def words(verb: str, phase: str) -> str:
-    """Return an act as people read it, asked for in `phase`.
+def words(verb: str, phase: str, mode: str) -> str:
+    """Return an act as people read it, asked for in `phase` of a move of that mode.
 
-    >>> words("close_fence", "backfill"), words("abort", "verify"), words("abort", "reverse_drain")
-    ('Start drain', 'Abort', 'Stop rollback')
+    >>> words("close_fence", "backfill", "fence"), words("close_fence", "backfill", "split")
+    ('Start drain', 'Start split')
+    >>> words("abort", "verify", "fence"), words("abort", "reverse_drain", "fence")
+    ('Abort', 'Stop rollback')
     """
     if verb == "abort" and phase in REVERSED:
         return "Stop rollback"
-    return IN_SPLIT.get(verb, WORDS[verb]) if phase == Phase.SPLIT else WORDS[verb]
+    told = IN_SPLIT if phase == Phase.SPLIT else BEFORE_SPLIT if mode == Mode.SPLIT else {}
+    return told.get(verb, WORDS[verb])

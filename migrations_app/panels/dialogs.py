@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -100,10 +99,7 @@ def _leave_split_dialog(seen: Seen, now: datetime) -> Dialog:
     """Return the dialog of an abort that has births to carry back, and what that costs."""
     move = seen.move
     tenant, source, target = move.tenant, move.source_store, move.target_store
-    back = copy(move)
-    # As it would be asked for: the quote is then of the way back.
-    back.phase, back.rollback_requested_at = Phase.SPLIT, now
-    quote = queries.fence_quote(back, now=now)
+    quote = queries.way_back_quote(move, now=now)
     born = "Sessions" if move.born is None else counted(move.born, "session")
     happens = (
         f"{born} born on {target} since the split are carried back to {source}: a fence closes"
@@ -620,7 +616,11 @@ def _leave_dialog(seen: Seen, now: datetime) -> Dialog:
             f"End {move} and leave its copy on {move.source_store}?",
             (
                 ("Happens now", f"The move ends as DONE without cleaning {move.source_store}."),
-                ("Kept", f"{move.tenant} is served on {move.target_store}, as it is now."),
+                (
+                    "Kept",
+                    f"{move.tenant} is served on {move.target_store}, as it is now."
+                    + (" It is not taken back: the rehearsal ends here." if move.rehearsal else ""),
+                ),
                 (
                     "Left behind",
                     f"What is still of {move.tenant} on {move.source_store}, closed to agents. A"

@@ -106,7 +106,9 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
 
 def _action(verb: str, seen: Seen, enabled: bool, *, why: str = "", danger: bool = False) -> Action:
     """Return a button that opens the dialog of `verb`."""
-    return Action(verb, f"{words(verb, seen.phase)}…", enabled, danger=danger, why=why)
+    return Action(
+        verb, f"{words(verb, seen.phase, seen.move.mode)}…", enabled, danger=danger, why=why
+    )
 
 
 def _answers_abort(seen: Seen) -> bool:
@@ -158,7 +160,7 @@ def _flip_action(seen: Seen, now: datetime) -> Action:
         at = clock(move.flip_requested_at, now)
         why = f"{move.flip_requested_by} gave the word to flip at {at}."
         return _action("flip", seen, False, why=why)
-    label = f"{words('flip', seen.phase)}…"
+    label = f"{words('flip', seen.phase, move.mode)}…"
     return Action("flip", label, not seen.aborting, primary=seen.waits_for_flip)
 
 
@@ -166,7 +168,7 @@ def _drain_action(seen: Seen, now: datetime) -> Action:
     move, phase = seen.move, seen.phase
     if phase == Phase.SPLIT:
         return _wait_action(seen, now)
-    label = "Start split…" if seen.split else f"{words('close_fence', phase)}…"
+    label = f"{words('close_fence', phase, move.mode)}…"
     if move.fence_closed_at is not None:
         why = f"The fence closed at {clock(move.fence_closed_at, now)}."
         return Action("close_fence", label, False, why=why)
@@ -187,7 +189,7 @@ def _drain_action(seen: Seen, now: datetime) -> Action:
 
 def _wait_action(seen: Seen, now: datetime) -> Action:
     """Return the button that ends the wait for idle sessions."""
-    move, label = seen.move, f"{words('close_fence', seen.phase)}…"
+    move, label = seen.move, f"{words('close_fence', seen.phase, seen.move.mode)}…"
     if not seen.both_serve or move.split_at is None:
         why = "Wait no longer opens once the target takes new sessions."
     elif seen.opening_again or seen.rollback_waits:

@@ -172,7 +172,7 @@ def _way_out(seen: Seen) -> str:
     asked = seen.move.abort_requested_at is not None or (seen.both_serve and seen.rollback_waits)
     if seen.phase not in ways_out(seen.move) or asked:
         return ""
-    return f"{words('abort', seen.phase)}…"
+    return f"{words('abort', seen.phase, seen.move.mode)}…"
 
 
 def _stopped_by_itself(move: TenantMigration, now: datetime) -> MoveEvent | None:

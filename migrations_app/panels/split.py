@@ -41,7 +41,10 @@ class Merged:
 
     whose: str
     key: str
+    # "source" or "target".
     taken: str
+    # Nothing tells which change was the newer: the event that set one of both is gone.
+    undecided: bool
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,12 @@ def split(seen: Seen, *, now: datetime) -> SplitPanel | None:
         return None
     quiet, bound, share = _waiting(seen, now)
     merged = [
-        Merged(_whose(line["user_id"]), str(line["key"]), str(line["taken"]))
+        Merged(
+            _whose(line["user_id"]),
+            str(line["key"]),
+            str(line["taken"]),
+            line.get("undecided", False),
+        )
         for line in move.merged[:MERGED_SHOWN]
     ]
     return SplitPanel(
@@ -146,9 +154,14 @@ def _source(seen: Seen, now: datetime) -> Side:
     if seen.phase == Phase.SPLIT or seen.both_serve:
         older = not (seen.fenced and not seen.fence_goes_back)
         shown = version if older else move.fence_version
-        lines = tenants_panels.instance_lines(
-            move.source_cell, tenant=move.tenant, version=shown, now=now, older=older
-        )
+        lines = [
+            line
+            for line in tenants_panels.instance_lines(
+                move.source_cell, tenant=move.tenant, version=shown, now=now, older=older
+            )
+            # Who left in order serves nobody and is waited for by nothing; a lost one is news.
+            if not (line.state == "gone" and line.status.glyph == "kept")
+        ]
     if seen.on_target:
         serves, status = "nothing any more: closed and whole", Status("kept", "Closed")
     elif seen.phase == Phase.ROLLED_BACK:

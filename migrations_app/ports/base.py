@@ -14,11 +14,12 @@ later claim, says Unreachable until it is opened anew.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from durable.errors import Refused
+from migrations_app.domain import canonical
 from migrations_app.domain.mismatch import Difference, Looks
 from migrations_app.domain.values import Layout
 
@@ -106,6 +107,8 @@ class Batch:
     copied: dict[Key, Copied]
     # Not on the target, in no version. Never any between two stores of one layout.
     refused: dict[Key, Refusal] = field(default_factory=dict)
+    # Of those that time did not allow, by replay. What is written of them is gone on with.
+    unfinished: list[Key] = field(default_factory=list)
 
 
 class SharedRow(NamedTuple):
@@ -114,6 +117,31 @@ class SharedRow(NamedTuple):
     user_id: str | None
     state: str  # JSON text, keys without prefix
     digest: str
+
+
+class Change(NamedTuple):
+    """An event that set a key of shared state."""
+
+    at: int  # microseconds since 1970
+    digest: str  # of the value that it set: another one stands there now, and its event is gone
+
+
+# Which of these sessions are served on a side, so that their events were made there; the others are
+# copies.
+Own = Callable[[Collection[Key]], Collection[Key]]
+# Events that are looked at, youngest first, for who set a key last.
+CHANGES_MOST = 1_000
+
+
+def youngest(rows: Iterable[tuple[str, Key, int, str]], own: Own) -> dict[str, Change]:
+    """Return the first change of each key that counts; rows are (key, session, time, JSON)."""
+    found: dict[str, Change] = {}
+    listed = list(rows)
+    counts = set(own({session for _, session, _, _ in listed}))
+    for key, session, at, text in listed:
+        if session in counts and key not in found:
+            found[key] = Change(at, canonical.value_digest(canonical.loads(text)))
+    return found
 
 
 def shared_key(user_id: str | None, key: str) -> str:
@@ -269,6 +297,10 @@ class StoreBusy(StoreRefused):
     retry_after_seconds = 0.2
 
 
+class Unfinished(StoreBusy):
+    """Work takes longer than a step may: no failure. What is done stays, and is gone on with."""
+
+
 class StoreFailed(StoreRefused):
     """The database reported an error that none of the above explains.
 
@@ -344,11 +376,13 @@ class SessionStore(Protocol):
         Whoever has neither a row nor a session is absent.
         """
 
-    def last_changes(self, user_id: str | None, keys: Collection[str]) -> dict[str, int]:
-        """When an event last set these keys of shared state, where any did (µs since 1970).
+    def last_changes(
+        self, user_id: str | None, keys: Collection[str], own: Own
+    ) -> dict[str, Change]:
+        """The last event that set each of these keys of shared state, where one is found.
 
-        Keys have no prefix, None asks for the app's. Reads every event of the user, or of the app,
-        once for all keys.
+        Keys have no prefix, None asks for the app's. Only events of `own` sessions count. Looks
+        from the youngest event on, and not for ever.
         """
 
     def mark(self) -> str:

@@ -88,8 +88,11 @@ class Replayed(Rows, Protocol):
     def remove(self, keys: Sequence[Key]) -> int: ...
     def replay(
         self, wholes: Sequence[Whole], until: float, recognise: Callable[[EventRow], bytes]
-    ) -> dict[Key, Stamp | Refusal]:
-        """Write these sessions; return each one's stamp, read back, or why it can't be here."""
+    ) -> dict[Key, Stamp | Refusal | None]:
+        """Write these sessions; return each one's stamp, read back, or why it can't be here.
+
+        None: not through, for time is up.
+        """
 
 
 Target = Tables | Replayed
@@ -101,11 +104,14 @@ def copy(source: Rows, target: Target, keys: Sequence[Key]) -> Batch:
     """Copy these sessions bite by bite: each one snapshot and, into tables, one transaction.
 
     A session with a value that the target can't hold is left out whole, and what the
-    target held of it goes.
+    target held of it goes. Replay may be `unfinished`.
     """
     batch = Batch({})
     until = time.monotonic() + REPLAY_SECONDS
     for bite in source.bites(keys):
+        if batch.unfinished:
+            batch.unfinished.extend(bite)
+            continue
         try:
             done = _attempt(source, target, bite, until)
         except CannotHold:
@@ -114,6 +120,7 @@ def copy(source: Rows, target: Target, keys: Sequence[Key]) -> Batch:
             done = _one_by_one(source, target, bite, until)
         batch.copied.update(done.copied)
         batch.refused.update(done.refused)
+        batch.unfinished.extend(done.unfinished)
     return batch
 
 
@@ -127,6 +134,7 @@ def _one_by_one(source: Rows, target: Target, keys: Sequence[Key], until: float)
             done = Batch({}, {key: Refusal("sessions", str(refused))})
         batch.copied.update(done.copied)
         batch.refused.update(done.refused)
+        batch.unfinished.extend(done.unfinished)
     return batch
 
 
@@ -212,13 +220,15 @@ def _replay(source: Rows, target: Replayed, keys: Sequence[Key], until: float) -
         if key not in held.refused:
             rows = events.get(key, [])
             wholes.append(Whole(session, rows, [recognise(row) for row in rows]))
-    copied, refused = {}, dict(held.refused)
+    batch = Batch({}, dict(held.refused))
     for key, answer in target.replay(wholes, until, recognise).items():
-        if isinstance(answer, Refusal):
-            refused[key] = answer
+        if answer is None:
+            batch.unfinished.append(key)
+        elif isinstance(answer, Refusal):
+            batch.refused[key] = answer
         else:
-            copied[key] = Copied(before[key], answer)
-    return Batch(copied, refused)
+            batch.copied[key] = Copied(before[key], answer)
+    return batch
 
 
 def _refusal(found: values.Found, target: Layout) -> Refusal:

@@ -12,16 +12,20 @@ from psycopg import sql
 from migrations_app.domain import canonical, values
 from migrations_app.domain.canonical import EventRow, SessionRow, present
 from migrations_app.ports.base import (
+    CHANGES_MOST,
     START,
+    Change,
     Copied,
     Counts,
     Digest,
     Key,
     Mark,
+    Own,
     SharedRow,
     Stamp,
     Survey,
     shared_key,
+    youngest,
 )
 from migrations_app.ports.bites import in_bites
 from migrations_app.ports.postgres_guard import PostgresGuard
@@ -250,8 +254,10 @@ class PostgresStore(PostgresGuard):
                 )
         return {row[0]: SharedRow(*row) for row in found}
 
-    def last_changes(self, user_id: str | None, keys: Collection[str]) -> dict[str, int]:
-        """Return when an event last set these keys of shared state (microseconds since 1970)."""
+    def last_changes(
+        self, user_id: str | None, keys: Collection[str], own: Own
+    ) -> dict[str, Change]:
+        """Return the last event that set each of these keys of shared state, where one is found."""
         # Others, such as an SQLite store may ask for, no event here can have set.
         held = [key for key in keys if not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in key)]
         named = {shared_key(user_id, key): key for key in held}
@@ -259,17 +265,26 @@ class PostgresStore(PostgresGuard):
             return {}
         rows = self.rows(
             "WITH found AS MATERIALIZED ("
-            "SELECT timestamp, event_data -> 'actions' -> 'state_delta' AS delta FROM {events}"
+            "SELECT user_id, session_id, timestamp,"
+            " event_data -> 'actions' -> 'state_delta' AS delta FROM {events}"
             " WHERE app_name = %(app)s"
             " AND jsonb_exists_any(event_data -> 'actions' -> 'state_delta', %(keys)s::text[])"
             + (" AND user_id = %(user)s" if user_id is not None else "")
-            + ") SELECT key, to_char(max(timestamp), 'YYYY-MM-DD HH24:MI:SS.US')"
+            + " ORDER BY timestamp DESC LIMIT %(most)s)"
+            " SELECT key, user_id, session_id, to_char(timestamp, 'YYYY-MM-DD HH24:MI:SS.US'),"
+            " (delta -> key)::text"
             " FROM found, unnest(%(keys)s::text[]) AS key WHERE jsonb_exists(delta, key)"
-            " GROUP BY key",
-            {"user": user_id, "keys": list(named)},
+            " ORDER BY timestamp DESC",
+            {"user": user_id, "keys": list(named), "most": CHANGES_MOST},
         )
-        times = ((named[key], canonical.micros_of_text(at)) for key, at in rows)
-        return {key: at for key, at in times if at is not None}
+        return youngest(
+            (
+                (named[key], Key(user, session), micros, text)
+                for key, user, session, at, text in rows
+                if (micros := canonical.micros_of_text(at)) is not None
+            ),
+            own,
+        )
 
     def mark(self) -> str:
         """Return the `Mark` of every stamp and all shared state, in one snapshot.

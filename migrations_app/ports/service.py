@@ -24,14 +24,15 @@ from migrations_app.ports import mixed, service_values
 from migrations_app.ports.base import (
     START,
     CannotHold,
+    Change,
     Counts,
     Digest,
     Key,
     Mark,
+    Own,
     Refusal,
     SharedRow,
     Stamp,
-    StoreBusy,
     StoreFailed,
     Survey,
     shared_key,
@@ -46,13 +47,11 @@ if TYPE_CHECKING:
 FEW = 20
 # Users whose states are asked for in one call of a handle, which has its bound.
 USERS_A_CALL = 500
+# So long sessions are read for who set a key last (seconds): a split's fence waits for it.
+LOOK_SECONDS = 4.0
 # A session that is written or read anew because somebody else wrote it meanwhile.
 ATTEMPTS = 3
 T = TypeVar("T")
-
-
-class Unfinished(StoreBusy):
-    """Replay takes longer than a step may. What is written stays, and is gone on with."""
 
 
 class ServiceStore(ServiceGuard):
@@ -212,20 +211,35 @@ class ServiceStore(ServiceGuard):
             return service_values.scoped_state(found, prefix) if found else {}
         return {}
 
-    def last_changes(self, user_id: str | None, keys: Collection[str]) -> dict[str, int]:
-        """Return when an event last set these keys of shared state (microseconds since 1970)."""
+    def last_changes(
+        self, user_id: str | None, keys: Collection[str], own: Own
+    ) -> dict[str, Change]:
+        """Return the last event that set each of these keys of shared state, where one is found.
+
+        Sessions are read from the youngest on, until none that follows can hold a younger event,
+        or for LOOK_SECONDS: no call tells which session set a key.
+        """
         named = {shared_key(user_id, key): key for key in keys}
-        latest: dict[str, int] = {}
+        latest: dict[str, Change] = {}
         if not named:
             return latest
-        sessions = [key for key, _ in self.heads() if user_id in (None, key.user_id)]
-        for bite in self.bites(sessions):
+        until = time.monotonic() + LOOK_SECONDS
+        heads = [pair for pair in self.heads() if user_id in (None, pair[0].user_id)]
+        counts = set(own({key for key, _ in heads}))
+        heads = [pair for pair in heads if pair[0] in counts]
+        heads.sort(key=lambda pair: pair[1].last_update_time, reverse=True)
+        at = {key: canonical.micros_of_seconds(head.last_update_time) for key, head in heads}
+        for bite in self.bites([key for key, _ in heads]):
+            oldest = min((change.at for change in latest.values()), default=0)
+            if len(latest) == len(named) and oldest > (at[bite[0]] or 0):
+                break
             for _, session in self.whole(bite):
                 for event in session.events:
                     micros = canonical.micros_of_seconds(event.timestamp)
-                    for name in named.keys() & event.actions.state_delta.keys():
-                        if micros is not None:
-                            latest[named[name]] = max(micros, latest.get(named[name], micros))
+                    if micros is not None:
+                        _note_changes(latest, named, event.actions.state_delta, micros)
+            if time.monotonic() > until:
+                break
         return latest
 
     def write_shared(self, rows: Sequence[SharedRow]) -> None:
@@ -400,17 +414,17 @@ class ServiceStore(ServiceGuard):
 
     def replay(
         self, wholes: Sequence[Whole], until: float, recognise: Callable[[EventRow], bytes]
-    ) -> dict[Key, Stamp | Refusal]:
+    ) -> dict[Key, Stamp | Refusal | None]:
         """Write these sessions; return each one's stamp, read back, or why it can't be here.
 
         A beginning of it that is here already is gone on with: a long session takes more than one
-        step may. State that others share is put back at the end, for replayed events set it to
-        what it was then. `recognise` says which event of ours another is. Raises Unfinished,
-        Overtaken.
+        step may, and is None until it is through. State that others share is put back at the end,
+        for replayed events set it to what it was then. `recognise` says which event of ours
+        another is. Raises Overtaken.
         """
         touched = _touched(wholes)
 
-        async def work() -> list[Stamp | Refusal]:
+        async def work() -> list[Stamp | Refusal | None]:
             await self.check()
             before = await self._states(touched)
             try:
@@ -444,7 +458,7 @@ class ServiceStore(ServiceGuard):
 
     async def _replay_one(
         self, whole: Whole, until: float, recognise: Callable[[EventRow], bytes]
-    ) -> Stamp | Refusal:
+    ) -> Stamp | Refusal | None:
         from google.adk.errors._stale_session_error import StaleSessionError
         from google.adk.errors.already_exists_error import AlreadyExistsError
         from google.adk.errors.session_not_found_error import SessionNotFoundError
@@ -484,9 +498,10 @@ class ServiceStore(ServiceGuard):
         recognise: Callable[[EventRow], bytes],
         *,
         anew: bool,
-    ) -> Stamp | Refusal:
+    ) -> Stamp | Refusal | None:
         await self.check()
-        _in_time(until)
+        if time.monotonic() > until:
+            return None
         own = _own(whole.session)
         order = self._order(whole)
         there: Any = None if anew else await self._read_whole(whole.key)
@@ -504,7 +519,8 @@ class ServiceStore(ServiceGuard):
                 )
                 return Refusal("sessions.id", "the service gives the session another id")
         for at in order[done:]:
-            _in_time(until)
+            if time.monotonic() > until:
+                return None
             # The object that it gave is up to date with each append.
             await self.service.append_event(there, service_values.event_of(whole.events[at]))
         head = await self.get(*whole.key, events=False)
@@ -576,13 +592,6 @@ class ServiceStore(ServiceGuard):
 _UNREADABLE: Any = object()
 
 
-def _in_time(until: float) -> None:
-    if time.monotonic() > until:
-        raise Unfinished(
-            "Replay takes longer than one step may: what is written stays, and is gone on with."
-        )
-
-
 def _own(row: SessionRow) -> dict[str, Any]:
     """Return a session's own state, as it may be given to create_session."""
     state = canonical.loads(row.state)
@@ -599,6 +608,17 @@ def _touched(wholes: Sequence[Whole]) -> list[str | None]:
             if '"user:' in text:
                 users.add(whole.key.user_id)
     return [*([None] if app else []), *sorted(users)]
+
+
+def _note_changes(
+    latest: dict[str, Change], named: Mapping[str, str], delta: Mapping[str, Any], micros: int
+) -> None:
+    """Put into `latest` the keys that an event of this time has set, unless a younger one has."""
+    for name in named.keys() & delta.keys():
+        key = named[name]
+        if key not in latest or latest[key].at <= micros:
+            value = canonical.loads(service_values.state_text({"": delta[name]}))[""]
+            latest[key] = Change(micros, canonical.value_digest(value))
 
 
 def _users(heads: Sequence[tuple[Key, Session]]) -> list[str]:

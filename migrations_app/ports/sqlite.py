@@ -13,16 +13,20 @@ from migrations_app.domain.canonical import EventRow, SessionRow, Time, present
 from migrations_app.domain.values import Layout
 from migrations_app.ports.address import sqlite_uri
 from migrations_app.ports.base import (
+    CHANGES_MOST,
     START,
+    Change,
     Copied,
     Counts,
     Digest,
     Key,
     Mark,
+    Own,
     SharedRow,
     Stamp,
     Survey,
     shared_key,
+    youngest,
 )
 from migrations_app.ports.sqlite_guard import SqliteGuard
 from migrations_app.ports.sqlite_link import quote
@@ -210,27 +214,42 @@ class SqliteStore(SqliteGuard):
             )
         return {row[0]: _shared(*row) for row in found}
 
-    def last_changes(self, user_id: str | None, keys: Collection[str]) -> dict[str, int]:
-        """Return when an event last set these keys of shared state (microseconds since 1970)."""
-        asked = list(keys)
+    def last_changes(
+        self, user_id: str | None, keys: Collection[str], own: Own
+    ) -> dict[str, Change]:
+        """Return the last event that set each of these keys of shared state, where one is found."""
+        bare, asked = list(keys), [shared_key(user_id, key) for key in keys]
         if not self.has_tables or not asked:
             return {}
         # By their places in the list: Python reads no half of a surrogate pair as text.
         rows = self.rows(
-            "SELECT asked.key, max(timestamp) FROM events, json_each("
+            "SELECT asked.key, user_id, session_id, timestamp, json_extract(event_data,"
+            " '$.actions.state_delta') FROM events, json_each("
             "CASE WHEN json_valid(event_data) THEN event_data ELSE '{}' END,"
             " '$.actions.state_delta') AS was, json_each(:keys) AS asked"
             " WHERE app_name = :app AND was.key = asked.value"
             + (" AND user_id = :user" if user_id is not None else "")
-            + " GROUP BY asked.key",
+            + " ORDER BY timestamp DESC LIMIT :most",
             {
                 "app": self.app_name,
                 "user": user_id,
-                "keys": json.dumps([shared_key(user_id, key) for key in asked]),
+                "keys": json.dumps(asked),
+                "most": CHANGES_MOST,
             },
         )
-        times = ((asked[at], self.micros(text)) for at, text in rows)
-        return {key: at for key, at in times if at is not None}
+        return youngest(
+            (
+                (
+                    bare[at],
+                    Key(user, session),
+                    micros,
+                    json.dumps(canonical.loads(delta)[asked[at]]),
+                )
+                for at, user, session, time, delta in rows
+                if (micros := self.micros(time)) is not None
+            ),
+            own,
+        )
 
     def mark(self) -> str:
         """Return the `Mark` of every stamp and all shared state, in one snapshot."""

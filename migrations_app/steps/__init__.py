@@ -25,6 +25,7 @@ from migrations_app.domain.phases import (
     way_out,
 )
 from migrations_app.models import TenantMigration
+from migrations_app.ports.base import Unfinished
 from migrations_app.steps import common
 from migrations_app.steps.fence import delta, drain, reverse_target, target, verify
 from migrations_app.steps.out import reopen
@@ -65,7 +66,11 @@ def _pausing(step: Step, move: TenantMigration, clock: Clock) -> Outcome:
     phase has looked at is looked at again when it goes on, and a closed fence keeps its deadline.
     The step's answer is void, as a killed worker's is.
     """
-    outcome = step(move, clock)
+    try:
+        outcome = step(move, clock)
+    except Unfinished as unfinished:
+        # Out of time, not out of order: it goes on at once, and nothing is alarmed.
+        return Wait(note=common.once(move, str(unfinished)))
     if not isinstance(outcome, Go) or outcome.to != move.pause_before:
         return outcome
     asked = f"before {outcome.to.upper()}, as asked at the start"

@@ -66,16 +66,16 @@ def copy_changed(
     unknown = move.copy_rate is None
     one_chunk = pace is not None or (compare and (move.ease < 1 or unknown))
 
-    def work(keys: Sequence[Key]) -> None:
+    def work(keys: Sequence[Key]) -> bool:
         if copying.carries_back(move):
             keys = copying.to_carry_back(move, source, target, keys, clock)
         elif move.phase in REVERSED:
             keys = copying.spare_late_writes(move, source, target, keys, clock)
         meter.changed += len(keys)
         meter.count["chunk"] = meter.count.get("chunk", 0) + 1
-        copying.copy(move, source, target, keys, meter=meter, clock=clock, compare=compare)
         if one_chunk:
             timer.stop()
+        return copying.copy(move, source, target, keys, meter=meter, clock=clock, compare=compare)
 
     return copying.sweep(
         move,
@@ -98,7 +98,13 @@ def after_sweep(move: TenantMigration, meter: Meter, swept: copying.Swept, *, th
         changes["done"] = move.done + swept.passed
     if swept.finished:
         return Wait(changes=changes | at_stage(then))
-    return Wait(changes=changes | at_stage(move.stage, swept.cursor))
+    return Wait(note=once(move, swept.note), changes=changes | at_stage(move.stage, swept.cursor))
+
+
+def once(move: TenantMigration, note: str) -> str:
+    """Return a note unless it is the log's last line already: said once, not a hundred times."""
+    said = move.events.order_by("-id").values_list("note", flat=True).first()
+    return "" if said == note else note
 
 
 def sweeping(move: TenantMigration, stage: str) -> dict[str, Any]:

@@ -108,9 +108,8 @@ def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
     except (StoreRefused, copying.TablesLost) as refused:
         # The soak goes on: the tenant lives on the target. A rollback, or OFFBOARD, will say.
         note = f"Can't be looked at: {refused}"
-        said = move.events.order_by("-id").values_list("note", flat=True).first() == note
         changes = {"waiting_for": str(refused), "touched_at": now, **common.at_stage("")}
-        return Wait(note="" if said else note, changes=changes)
+        return Wait(note=common.once(move, note), changes=changes)
 
 
 def _count_touched(
@@ -256,9 +255,13 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
         raise NothingToDelete(f"{move} is a rehearsal: nothing is deleted at its source.")
     if move.leave_requested_at is not None:
         left = move.stamps.count()
+        note = f"Ended with leftovers on {move.source_store}, by {move.leave_requested_by}"
+        if move.rehearsal:
+            # A source that is lost for good is the one thing that ends one here: or it never would.
+            note += f". Nothing was deleted; {move.tenant} was not taken back"
         return Go(
             Phase.DONE,
-            f"Ended with leftovers on {move.source_store}, by {move.leave_requested_by}",
+            note,
             {"left_behind": left, "ended_at": clock(), "waiting_for": ""},
         )
     if move.stage not in ("forget", "sessions"):

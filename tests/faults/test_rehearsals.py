@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,26 @@ def test_it_is_never_offboarded(files: World) -> None:
         assert files.source.count(APP) == 12
     assert files.run().phase == Phase.ROLLED_BACK
     assert files.source.count(APP) == 12
+
+
+def test_one_whose_source_is_lost_ends_on_the_target_and_deletes_nothing(files: World) -> None:
+    practise(files)
+    files.run(until=Phase.REVERSE_DELTA)
+    services.abort(files.move, by="ada", reason="it is broken", now=files.clock())
+    path = Path(files.source.url.removeprefix("sqlite:///"))
+    away = path.rename(path.with_suffix(".away"))
+    for _ in range(4):
+        files.step()
+    services.leave_behind(files.move, by="ada", reason="disk lost", now=files.clock())
+    assert files.step().phase == Phase.OFFBOARD
+    # It comes back, after all.
+    path.unlink(missing_ok=True)
+    away.rename(path)
+    assert files.run().phase == Phase.DONE
+    assert files.source.count(APP) == files.target.count(APP) == 12
+    assert files.owner() == [("cell-eu1-b", "all")]
+    assert files.move.events.filter(note__contains="acme was not taken back").exists()
+    assert not Rehearsal.objects.exists()
 
 
 def test_it_can_be_aborted_at_every_moment(files: World) -> None:

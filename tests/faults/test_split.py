@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.conf import LazySettings
 
-from migrations_app import channels, merging, queries, services
+from migrations_app import channels, copying, merging, queries, services
 from migrations_app.domain.phases import Mode, Phase
 from migrations_app.models import TenantMigration
 from tenants.models import Placement, PlacementChange
@@ -195,6 +195,45 @@ def test_each_key_of_shared_state_is_the_side_s_that_changed_it(both: World) -> 
         ("u-3", "source"),
         ("u-1", "target"),
     }
+
+
+def test_a_key_whose_event_is_gone_is_left_and_listed_as_undecided(both: World) -> None:
+    start(both)
+    # Everybody knows this one: its event goes over with its session.
+    shares(both.source, "u-3", "lang", "de", 8_000)
+    until_both_serve(both)
+    for user in ("u-1", "u-2", "u-3"):
+        born(both.target, f"born-{user}", user)
+        shares(both.target, user, "lang", "fr", 9_005, f"born-{user}")
+        shares(both.source, user, "lang", "nl", 9_004)
+        if user != "u-1":
+            both.target.delete(APP, user, f"born-{user}")
+    both.run(until=Phase.SOAK)
+    for user in ("u-1", "u-2", "u-3"):
+        assert shared(both.target, user)["lang"] == "fr"
+        assert shared(both.source, user)["lang"] == "nl"
+    assert sorted(
+        (line["user_id"], line["taken"], line.get("undecided", False)) for line in both.move.merged
+    ) == [("u-1", "target", False), ("u-2", "target", True), ("u-3", "target", True)]
+    notes = both.move.events.filter(note__contains="nothing tells which is newer")
+    assert notes.count() == 2
+
+
+def test_a_merge_of_many_users_takes_several_steps(
+    both: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(both)
+    until_both_serve(both)
+    for number in range(4):
+        shares(both.source, f"u-{number}", "theme", "dark", 9_000)
+    both.run(until=Phase.DELTA)
+    monkeypatch.setattr(copying, "FENCED_STEP_SECONDS", 0.0)
+    merged = []
+    while both.move.phase == Phase.DELTA:
+        assert (both.step().failures, both.move.failure) == (0, "")
+        themes = [shared(both.target, f"u-{number}").get("theme") for number in range(4)]
+        merged.append(themes.count("dark"))
+    assert sorted(set(merged)) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("key", ["a\0b", "\udcc3", ""], ids=["NUL", "half a pair", "empty"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 from django.urls import reverse
 
+from migrations_app import services
 from migrations_app.domain.phases import Mode, Phase
 from migrations_app.models import TenantMigration
 from tests import make, scene
@@ -60,6 +62,19 @@ def test_each_instance_says_whether_it_has_heard(
     assert re.search(r"eu1-a-1 source, \S+ Its own only", fragment(people, move))
 
 
+def test_an_instance_that_left_is_on_no_list_and_a_lost_one_is(
+    splitting: Split, here: make.Cast, people: People, at: datetime
+) -> None:
+    move = splitting()
+    left, lost = here.cell.instances.order_by("name")[:2]
+    for one, why in ((left, "left"), (lost, "lapsed")):
+        one.gone_at, one.gone_why = at, why
+        one.save()
+    text = fragment(people, move)
+    assert left.name not in text
+    assert re.search(rf"{lost.name} source, \S+ Lost", text)
+
+
 def test_older_turns_that_still_run_are_counted(
     splitting: Split, here: make.Cast, people: People, at: datetime
 ) -> None:
@@ -73,6 +88,25 @@ def test_older_turns_that_still_run_are_counted(
     assert "Ending older turns" in text
     assert "2 turns from before still run" in text
     assert "store-eu1-a lets earlier turns end" in text
+
+
+def test_a_key_that_nothing_decides_is_listed_as_undecided(
+    splitting: Split, people: People
+) -> None:
+    line: dict[str, object] = {"user_id": "u-1", "key": "lang", "taken": "target"}
+    move = splitting(merged=[line, {**line, "key": "theme", "undecided": True}])
+    text = fragment(people, move)
+    assert "lang the target’s user u-1 theme the target’s undecided: look at both" in text
+
+
+def test_the_log_calls_a_splits_start_a_split(here: make.Cast, at: datetime) -> None:
+    ready = {"passes": 1, "pass_ended_at": at, "mode": Mode.SPLIT}
+    move = scene.move(here, Phase.BACKFILL, now=at, **ready)
+    said: dict[str, Any] = {"by": "olga", "reason": "all is quiet", "now": at}
+    services.close_fence(move, **said)
+    services.cancel_fence(move, **said)
+    notes = [event.note for event in move.events.filter(who="olga").order_by("id")]
+    assert notes == ["Start split: all is quiet", "Take back split: all is quiet"]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,19 @@ def test_a_rollback_is_a_dry_run_until_it_is_said_otherwise(
     )
 
 
+def test_both_fences_of_a_split_are_quoted(cast: make.Cast, viewer: Any, at: datetime) -> None:
+    move = scene.split_move(cast, Phase.SPLIT, now=at)
+    path = f"/ops/moves/{move.pk}/quote"
+    forward, back = (viewer.get(f"{path}?back={way}").json() for way in ("false", "true"))
+    assert viewer.get(path).json() == forward
+    assert (forward["back"], back["back"]) == (False, True)
+    # 37 were born on the target; the source's own changes are others.
+    assert back["expected"] != forward["expected"]
+    TenantMigration.objects.filter(pk=move.pk).update(phase=Phase.SOAK, placement_version=9)
+    assert viewer.get(path).json()["back"] is True
+    assert viewer.get(f"{path}?back=false").status_code == 409
+
+
 def test_a_dry_run_is_refused_like_the_act(soaking: TenantMigration, operator: Any) -> None:
     path = f"/ops/moves/{soaking.pk}/rollback"
     for dry_run in (True, False):
@@ -168,7 +181,12 @@ def test_values_are_for_operators_and_a_store_that_is_away_is_said(
         url = f"/ops/moves/{soaking.pk}/{path}"
         assert viewer.get(url).status_code == 403
         assert operator.get(url).status_code == 409
-    assert operator.get(f"/ops/moves/{soaking.pk}/mismatches/1/versions").status_code == 404
+    assert (
+        operator.get(
+            f"/ops/moves/{soaking.pk}/mismatches/{row.pk + 1_000_000}/versions"
+        ).status_code
+        == 404
+    )
 
 
 def test_the_document_says_what_a_dry_run_is(client: Any) -> None:
