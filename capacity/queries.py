@@ -62,8 +62,9 @@ def budgets_to_mark(
 ) -> list[tuple[Tenant, datetime | None]]:
     """Return tenants whose mark "used up until" is not what their usage says, with what it says.
 
-    `tenants` are ids; None: of all.
+    `tenants` are ids, beside whom whoever is marked is looked at; None: everybody.
     """
+    marked = list(Tenant.objects.filter(budget_spent_until__gt=now).order_by("pk"))
     # Everybody's present day is one of these.
     days = [(now + away).date() for away in (-DAY, timedelta(), DAY)]
     spent = (
@@ -72,9 +73,8 @@ def budgets_to_mark(
         .annotate(budget=_newest_budget("tenant_id"))
         .filter(tokens__gte=F("budget"))
     )
-    marked = Tenant.objects.filter(budget_spent_until__gt=now)
     if tenants is not None:
-        spent, marked = spent.filter(tenant__in=tenants), marked.filter(pk__in=tenants)
+        spent = spent.filter(tenant__in=[*tenants, *(tenant.pk for tenant in marked)])
     wanted = {
         row.tenant: next_midnight(now, row.tenant.time_zone)
         for row in spent.order_by("tenant_id")
@@ -83,7 +83,7 @@ def budgets_to_mark(
     found: list[tuple[Tenant, datetime | None]] = [
         (tenant, until) for tenant, until in wanted.items() if tenant.budget_spent_until != until
     ]
-    return found + [(tenant, None) for tenant in marked.order_by("pk") if tenant not in wanted]
+    return found + [(tenant, None) for tenant in marked if tenant not in wanted]
 
 
 def _newest_budget(tenant: str) -> Subquery:

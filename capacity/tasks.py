@@ -19,15 +19,27 @@ def roll_up() -> None:
     until = time.monotonic() + ROLLED_SECONDS
     while True:
         rolled = services.roll_up(now=database_now())
-        if rolled.tenants:
-            services.mark_budgets(tenants=rolled.tenants, now=database_now())
+        # Without lines too: a budget that was raised lets go.
+        services.mark_budgets(tenants=rolled.tenants, now=database_now())
         if not rolled.more or time.monotonic() >= until:
             return
 
 
+@shared_task(name="capacity.allocate")
+def allocate() -> None:
+    """Divide tenants' limits over the instances that serve them."""
+    services.allocate(now=database_now())
+
+
+@shared_task(name="capacity.allocate_soon")
+def allocate_soon() -> None:
+    """The same between two rounds, where an instance has just joined or a tenant moves."""
+    services.allocate_soon(now=database_now())
+
+
 @shared_task(name="capacity.budgets")
 def budgets() -> None:
-    """Look at every budget anew: the safety net under a roll-up that was killed."""
+    """Look at every budget anew: one was lowered, or a roll-up was killed before it looked."""
     services.mark_budgets(now=database_now())
 
 

@@ -107,8 +107,8 @@ class _HasChanged(Exception):
 def mark_budgets(*, tenants: Collection[int] | None = None, now: datetime) -> int:
     """Have turns refused of tenants whose budget of the day is used up; return how many changed.
 
-    Whose budget was raised, or whose day is another by now, is let go. `tenants` are ids; None:
-    of all. Each in a transaction of its own.
+    Whose budget has room again is let go. `tenants` are ids, beside whom whoever is refused already
+    is looked at; None: everybody. Each in a transaction of its own.
     """
     changed = 0
     for tenant, until in queries.budgets_to_mark(tenants=tenants, now=now):
