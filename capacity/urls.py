@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.urls import path
 
-from capacity import views, views_export, views_usage
+from capacity import views, views_export, views_limits, views_usage
 
 INSTANCE = "instances/<int:pk>"
 TENANT = "tenants/<slug:slug>"
@@ -13,6 +13,13 @@ urlpatterns = [
     path("usage/", views_usage.usage_overview, name="usage_overview"),
     path("usage/largest.json", views_usage.usage_largest, name="usage_largest"),
     path("usage/reconciliation/", views_usage.reconciliation, name="reconciliation"),
+    path(f"{TENANT}/limits/", views_limits.tenant_limits, name="tenant_limits"),
+    path(f"{TENANT}/limits/applied/", views_limits.applied, name="applied"),
+    path(f"{TENANT}/limits/set/", views_limits.set_limits, name="set_limits"),
+    path(f"{TENANT}/limits/try/", views_limits.try_limits, name="try_limits"),
+    path(f"{TENANT}/limits/trial/end/", views_limits.end_trial, name="end_trial"),
+    path(f"{TENANT}/limits/trial/adopt/", views_limits.adopt_trial, name="adopt_trial"),
+    path(f"{TENANT}/limits/rotate/", views_limits.rotate, name="rotate"),
     path(f"{TENANT}/usage/", views_usage.tenant_usage, name="tenant_usage"),
     path(f"{TENANT}/usage/now/", views_usage.usage, name="usage"),
     path(f"{TENANT}/usage/minutes.json", views_usage.usage_minutes, name="usage_minutes"),

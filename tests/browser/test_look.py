@@ -125,6 +125,7 @@ def pages(here: make.Cast, at: datetime) -> list[str]:
         "/usage/",
         "/usage/reconciliation/",
         "/tenants/acme/usage/",
+        "/tenants/acme/limits/",
         "/moves/",
         "/moves/?state=all",
         "/tenants/",

@@ -62,6 +62,7 @@ def test_a_move_whose_fence_is_closed_is_polled_each_second(moving: Moving, peop
         "/tenants/",
         "/tenants/acme/",
         "/tenants/acme/usage/",
+        "/tenants/acme/limits/",
         "/usage/",
         "/instances/",
         "/isolation/",

@@ -1,0 +1,273 @@
+"""A tenant's page of limits: edits with a reason, trials, versions, and who applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from capacity.models import UsageDay, UsageMinute
+from tenants.models import AuditEntry, PolicyEntry, RuntimeInstance, Scope, Tenant
+from tests import make
+from tests.web.conftest import People
+from tests.web.test_pages import text_of
+
+URL = "/tenants/acme/limits/"
+GIVEN = {
+    "max_concurrent_runs": "10",
+    "runs_per_second": "0.5",
+    "daily_token_budget": "30,000,000",
+    "max_model_calls_per_run": "12",
+    "weight": "1",
+    "exact_budget": "",
+    "tools": "these",
+    "allowed_tools": "lookupAccount\nopenTicket",
+    "tier": "pooled",
+    "reason": "nightly replay",
+    "seen": "1",
+}
+
+
+@pytest.fixture
+def acme(here: make.Cast) -> Tenant:
+    return here.acme
+
+
+def post(people: People, act: str, **changes: str) -> Any:
+    return people.operator.post(f"{URL}{act}/", GIVEN | changes)
+
+
+def page(people: People, who: str = "operator") -> str:
+    return text_of(getattr(people, who).get(URL).content.decode())
+
+
+def holding(tenant: Tenant) -> Scope:
+    return Scope.objects.filter(tenant=tenant, trial=False).order_by("-version")[0]
+
+
+def test_limits_are_saved_as_a_version_with_who_and_why(acme: Tenant, people: People) -> None:
+    assert post(people, "set")["Location"] == URL
+    scope = holding(acme)
+    assert (scope.version, scope.by, scope.reason) == (2, "olga", "nightly replay")
+    assert (scope.max_concurrent_runs, scope.runs_per_second) == (10, 0.5)
+    assert scope.daily_token_budget == 30_000_000
+    assert scope.allowed_tools == ["lookupAccount", "openTicket"]
+    text = page(people)
+    assert "Tokens a day: no limit → 30,000,000" in text
+    assert "New runs: no limit → 30 /min" in text
+    assert "Holds 2" in text
+    assert "Held 1" in text
+
+
+def test_a_limit_is_taken_off_by_leaving_its_field_empty(acme: Tenant, people: People) -> None:
+    post(people, "set")
+    post(people, "set", seen="2", runs_per_second="", tools="all", allowed_tools="left here")
+    scope = holding(acme)
+    assert (scope.runs_per_second, scope.allowed_tools) == (None, None)
+    assert "New runs: 30 /min → no limit" in page(people)
+
+
+def test_no_tool_at_all_is_something_else_than_every_tool(acme: Tenant, people: People) -> None:
+    post(people, "set", allowed_tools=" \n, ")
+    assert holding(acme).allowed_tools == []
+    assert "Tools: all of the agent’s → none" in page(people)
+
+
+def test_a_tier_is_changed_as_configuration(acme: Tenant, people: People) -> None:
+    post(people, "set", tier="bridge", weight="4")
+    acme.refresh_from_db()
+    assert (acme.tier, acme.weight) == ("bridge", 4.0)
+    entry = PolicyEntry.objects.get(tenant=acme)
+    assert entry.document["tier"] == "bridge"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "field"),
+    [
+        ({"max_concurrent_runs": "0"}, "Runs at the same time can't be 0", "max_concurrent_runs"),
+        ({"max_concurrent_runs": "-3"}, "can’t be “-3”", "max_concurrent_runs"),
+        ({"max_concurrent_runs": "1.5"}, "can’t be “1.5”", "max_concurrent_runs"),
+        ({"daily_token_budget": "³"}, "Tokens a day can’t be", "daily_token_budget"),
+        ({"daily_token_budget": "9" * 30}, "Tokens a day can’t be", "daily_token_budget"),
+        ({"runs_per_second": "nan"}, "New runs can’t be “nan”", "runs_per_second"),
+        ({"runs_per_second": "1e9"}, "New runs can’t be", "runs_per_second"),
+        ({"runs_per_second": "0"}, "New runs can't be", "runs_per_second"),
+        ({"runs_per_second": "1.2.3"}, "New runs can’t be", "runs_per_second"),
+        ({"weight": ""}, "Weight can’t be left out", "weight"),
+        ({"weight": "-1"}, "Weight can’t be", "weight"),
+        ({"allowed_tools": "a\na"}, "Name each once", "allowed_tools"),
+        ({"exact_budget": "on", "daily_token_budget": ""}, "there is no budget", ""),
+        ({"tier": "golden"}, "There is no tier", ""),
+        ({"reason": " "}, "Say why", ""),
+    ],
+    ids=[
+        "no run",
+        "below nothing",
+        "part of a run",
+        "another script's digit",
+        "too large",
+        "not a number",
+        "a power",
+        "no rate",
+        "two points",
+        "no weight",
+        "a weight below nothing",
+        "a tool twice",
+        "exact without a budget",
+        "no tier",
+        "no reason",
+    ],
+)
+@pytest.mark.parametrize("act", ["set", "try"])
+def test_what_no_runtime_could_hold_is_refused_with_what_was_typed(
+    act: str, changes: dict[str, str], said: str, field: str, acme: Tenant, people: People
+) -> None:
+    answer = post(people, act, **changes)
+    assert answer.status_code == 409
+    html = answer.content.decode()
+    assert said in text_of(html).replace("&#x27;", "'")
+    assert "Nothing was changed." in html
+    # What was typed beside it stays.
+    assert 'value="12"' in html
+    if field:
+        assert 'aria-invalid="true"' in html[html.index(f'id="{field}"') :][:400]
+    assert Scope.objects.filter(tenant=acme).count() == 1
+
+
+@pytest.mark.parametrize("act", ["set", "try"])
+def test_a_form_of_limits_that_hold_no_longer_is_refused(
+    act: str, acme: Tenant, people: People
+) -> None:
+    post(people, "set")
+    answer = post(people, act, max_concurrent_runs="77")
+    assert answer.status_code == 409
+    html = answer.content.decode()
+    assert "olga has set version 2 since you opened this page" in html
+    assert 'value="77"' in html
+    # Saving once more means it.
+    assert 'name="seen" value="2"' in html
+    assert Scope.objects.filter(tenant=acme).count() == 2
+
+
+@pytest.mark.parametrize("seen", ["", "x", "0", "\0", "9" * 60])
+def test_a_form_without_a_version_is_refused(seen: str, acme: Tenant, people: People) -> None:
+    assert post(people, "set", seen=seen).status_code == 409
+
+
+def test_a_trial_counts_and_refuses_nothing(acme: Tenant, at: datetime, people: People) -> None:
+    assert post(people, "try", tier="silo")["Location"] == URL
+    assert holding(acme).version == 1
+    acme.refresh_from_db()
+    assert acme.tier == "pooled"
+    UsageDay.objects.create(tenant=acme, day=at.date(), would_refuse={"rate": 41, "budget": 2})
+    text = page(people)
+    assert "Version 2 counts" in text
+    assert "rate 41 41" in text
+    assert "Runs at the same time no limit → 10" in text
+    assert "On trial 2" in text
+
+
+def test_a_trial_is_adopted_or_ended(acme: Tenant, people: People) -> None:
+    post(people, "try")
+    assert post(people, "trial/adopt", trial="2")["Location"] == URL
+    assert (holding(acme).version, holding(acme).runs_per_second) == (3, 0.5)
+    post(people, "try", seen="3", runs_per_second="0.25")
+    assert post(people, "trial/end", trial="4")["Location"] == URL
+    assert holding(acme).version == 3
+    text = page(people)
+    assert "Nothing is tried." in text
+    assert "Tried 4" in text
+
+
+@pytest.mark.parametrize("act", ["trial/adopt", "trial/end"])
+def test_a_trial_that_is_another_by_now_is_not_touched(
+    act: str, acme: Tenant, people: People
+) -> None:
+    post(people, "try")
+    post(people, "try", runs_per_second="0.25")
+    answer = post(people, act, trial="2")
+    assert answer.status_code == 409
+    assert "Another trial runs by now" in answer.content.decode()
+    acme.refresh_from_db()
+    assert acme.trial is not None
+    assert acme.trial.version == 3
+
+
+def test_nothing_on_trial_can_not_be_ended(acme: Tenant, people: People) -> None:
+    answer = post(people, "trial/end", trial="")
+    assert answer.status_code == 409
+    assert "Begin a trial first" in answer.content.decode()
+
+
+def test_rotated_secrets_raise_the_generation(acme: Tenant, people: People) -> None:
+    assert post(people, "rotate", reason="the key leaked")["Location"] == URL
+    assert PolicyEntry.objects.get(tenant=acme).runner_generation == 2
+    assert "Generation 2" in page(people)
+    assert AuditEntry.objects.get(verb="tenant.rotate").reason == "the key leaked"
+    assert post(people, "rotate", reason="").status_code == 409
+
+
+def test_instances_that_have_not_applied_the_limits_come_first(
+    acme: Tenant, people: People
+) -> None:
+    post(people, "set")
+    needed = PolicyEntry.objects.get(tenant=acme).version
+    RuntimeInstance.objects.filter(name="eu1-a-2").update(applied_version=needed)
+    text = text_of(people.viewer.get(f"{URL}applied/").content.decode())
+    assert "1 of 2 have" in text
+    assert text.index("Not yet eu1-a-1") < text.index("Applied eu1-a-2")
+
+
+def test_a_tier_stands_with_what_asks_for_it(
+    acme: Tenant, at: datetime, here: make.Cast, people: People
+) -> None:
+    UsageMinute.objects.create(
+        tenant=acme, minute=at.replace(second=0, microsecond=0), tokens=4_800_000
+    )
+    text = page(people)
+    assert "In the last 7 days its busiest minute took 96 % of the quota of cell-eu1-a" in text
+    assert "silo what the numbers ask for" in text
+    assert "cell-eu1-a serves 2 other tenants and store-eu1-a holds 2 other tenants" in text
+    here.cell.quota_tokens_per_minute = None
+    here.cell.save()
+    assert "Nobody has entered the quota of cell-eu1-a" in page(people)
+
+
+def test_a_viewer_reads_and_is_offered_no_act(acme: Tenant, people: People) -> None:
+    post(people, "set")
+    html = people.viewer.get(URL).content.decode()
+    assert "lookupAccount, openTicket" in html
+    for act in ("set", "try", "rotate", "trial/end", "trial/adopt"):
+        assert f"{URL}{act}/" not in html
+        assert people.viewer.post(f"{URL}{act}/", GIVEN).status_code == 403
+        assert people.operator.get(f"{URL}{act}/").status_code == 405
+
+
+def test_a_thousand_versions_come_a_page_at_a_time_in_few_reads(
+    acme: Tenant, at: datetime, people: People, django_assert_max_num_queries: Callable[..., object]
+) -> None:
+    Scope.objects.bulk_create(
+        Scope(
+            tenant=acme,
+            version=number,
+            max_concurrent_runs=number,
+            at=at - timedelta(days=1),
+            by="ada",
+            reason="more",
+        )
+        for number in range(2, 1_002)
+    )
+    with django_assert_max_num_queries(40):
+        text = page(people)
+    assert "Runs at the same time: 1,000 → 1,001" in text
+    # The last of a page is compared with the first of the next.
+    assert "Runs at the same time: 981 → 982" in text
+    assert "Page 1 of 51" in text
+
+
+def test_an_unknown_tenant_has_no_limits(here: make.Cast, people: People) -> None:
+    for path in ("", "applied/"):
+        assert people.viewer.get(f"/tenants/nobody/limits/{path}").status_code == 404
+    assert people.operator.post("/tenants/nobody/limits/set/", GIVEN).status_code == 404
