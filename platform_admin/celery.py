@@ -63,6 +63,14 @@ app.conf.update(
         },
         # Instances whose lease and longest turn are over.
         "instances": {"task": "tenants.sweep", "schedule": 5.0, "options": {"expires": 5.0}},
+        # Limits over the instances that share them.
+        "limits": {"task": "capacity.allocate", "schedule": 5.0, "options": {"expires": 5.0}},
+        # The same where an instance has just joined or a tenant moves.
+        "newcomers": {
+            "task": "capacity.allocate_soon",
+            "schedule": 1.0,
+            "options": {"expires": 2.0},
+        },
         # Reported usage that is not in the ledger yet.
         "usage": {"task": "capacity.roll_up", "schedule": 5.0, "options": {"expires": 5.0}},
         # Budgets that were used up, or raised, without anybody noticing.

@@ -386,9 +386,11 @@ class Grants(models.Model):
     instance = models.OneToOneField(
         RuntimeInstance, models.CASCADE, primary_key=True, related_name="grants"
     )
-    # Tenant slug -> share, as sent. Number RuntimeInstance.grants_number.
+    # Tenant slug -> share, its values in the order of domain.reports.SHARE. Number
+    # RuntimeInstance.grants_number.
     shares = models.JSONField(default=dict)
-    # What may still be applied until `shares` is heard. Empty: it has been.
+    # What may still be applied until `shares` is heard, where that is another share. After that it
+    # says nothing.
     before = models.JSONField(default=dict)
     made_at = models.DateTimeField()
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-# A share as it is sent, and a document: tenant -> share.
-Share = Mapping[str, Any]
+# A share, its values in the order of `tenants.domain.reports.SHARE`, and a document: tenant ->
+# share.
+Share = Sequence[Any]
 Document = Mapping[str, Share]
 
 # For clocks that run at different speeds: an instance always stops first.
@@ -35,10 +36,11 @@ IDLE_PART = 10
 # What is left of a budget is told again when it has changed by this part of it.
 BUDGET_STEP = 100
 
-# The names of one limit in a share, in full and safe; units of one; whether it counts runs at once.
-Kind = tuple[str, str, int, bool]
-_RATE: Kind = ("runs_per_second", "safe_runs_per_second", RATE_UNITS, False)
-_RUNS: Kind = ("max_concurrent_runs", "safe_max_concurrent_runs", 1, True)
+# Where a share has one limit, in full and safe; units of one; whether it counts runs at once.
+Kind = tuple[int, int, int, bool]
+_RATE: Kind = (0, 3, RATE_UNITS, False)
+_RUNS: Kind = (1, 4, 1, True)
+_LEFT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,14 @@ def standing(
         return NOTHING
     if gone_at is not None:
         return Standing(fresh=False, running=now <= gone_at + MARGIN + turn, leased=False)
-    if now > lease_until + MARGIN + turn:
+    # Never answered, it was never given anything. Past the lease no turn begins; those that run are
+    # counted as long as they may.
+    if grants_until is None or now > lease_until + MARGIN + turn:
         return NOTHING
-    answered = grants_until is not None
     return Standing(
-        fresh=answered and now <= grants_until + MARGIN,
-        running=answered and now <= grants_until + MARGIN + turn,
-        # Past it no turn begins; those that run are counted as long as they may.
-        leased=answered,
+        fresh=now <= grants_until + MARGIN,
+        running=now <= grants_until + MARGIN + turn,
+        leased=True,
     )
 
 
@@ -151,20 +153,42 @@ def redivide(members: Sequence[Member], asks: Mapping[str, Ask]) -> dict[int, Re
             )
         counted.append(member)
     free = [member for member in counted if member.free]
-    if not free:
-        return changed
     documents: dict[int, dict[str, Share]] = {member.id: {} for member in free}
-    groups: dict[frozenset[int], list[Member]] = {}
-    for tenant, ask in asks.items():
+    busy = {tenant for member in counted for tenant in (*member.demand, *member.in_flight)}
+    groups: dict[frozenset[int], _Group] = {}
+    for tenant, ask in asks.items() if free else ():
         group = groups.get(ask.cells)
         if group is None:
-            group = groups[ask.cells] = [one for one in counted if one.cell in ask.cells]
-        _divide(tenant, ask, group, documents)
+            group = groups[ask.cells] = _group(counted, ask.cells)
+        if tenant in busy or not _rests(tenant, ask, group, documents):
+            _divide(tenant, ask, group, documents)
     for member in free:
         document = documents[member.id]
         if document != member.shares:
-            changed[member.id] = Redivided(document, member.shares)
+            # What it may still apply matters where it differs: of thousands of tenants, of few.
+            before = {
+                tenant: had
+                for tenant, had in member.shares.items()
+                if document.get(tenant) is not had
+            }
+            changed[member.id] = Redivided(document, before)
     return changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The members that share a tenant's limits."""
+
+    members: Sequence[Member]
+    free: Sequence[Member]
+    # Only one may use them, so it keeps all of them when nobody answers it.
+    alone: bool
+
+
+def _group(members: Sequence[Member], cells: frozenset[int]) -> _Group:
+    mine = [member for member in members if member.cell in cells]
+    free = [member for member in mine if member.free]
+    return _Group(mine, free, sum(member.standing.leased for member in mine) == 1)
 
 
 def fill(total: int, wanted: Sequence[int]) -> list[int]:
@@ -182,41 +206,72 @@ def fill(total: int, wanted: Sequence[int]) -> list[int]:
     return parts
 
 
+def _rests(tenant: str, ask: Ask, group: _Group, documents: Mapping[int, dict[str, Share]]) -> bool:
+    """Keep the shares of a tenant that nobody uses or asks for, if all of its limits are lent.
+
+    Most tenants are idle, so this is what most of a round consists of.
+    """
+    if len(group.free) != len(group.members):
+        return False
+    shares = [share for member in group.free if (share := member.shares.get(tenant)) is not None]
+    if not shares or len(shares) < len(group.free):
+        return False
+    if _left(ask, shares[0]) != shares[0][_LEFT]:
+        return False
+    for limit, (full, safe, units, _) in zip(_limits(ask), (_RATE, _RUNS), strict=True):
+        values = [share[full] for share in shares]
+        if limit is None or None in values:
+            if limit is None and not any(value is not None for value in values):
+                continue
+            return False
+        if not 0 <= limit - round(sum(values) * units) <= limit // 1_000:
+            return False
+        # Whether it is alone shows in the safe part of any.
+        share = shares[0]
+        if share[safe] != _safe(round(share[full] * units), group.alone) / units:
+            return False
+    for member, share in zip(group.free, shares, strict=True):
+        documents[member.id][tenant] = share
+    return True
+
+
+def _limits(ask: Ask) -> tuple[int | None, int | None]:
+    """Return a tenant's rate and runs at once, in units."""
+    rate = ask.runs_per_second
+    # Rounded first: 0.29 is a little less than 290,000 millionths.
+    units = None if rate is None else math.floor(round(rate * RATE_UNITS, 3))
+    return units, ask.max_concurrent_runs
+
+
 def _divide(
-    tenant: str, ask: Ask, group: Sequence[Member], documents: Mapping[int, dict[str, Share]]
+    tenant: str, ask: Ask, group: _Group, documents: Mapping[int, dict[str, Share]]
 ) -> None:
     """Put the tenant's share into the document of each member that may be given another."""
-    free = [member for member in group if member.id in documents]
-    if not free:
+    if not group.free:
         return
-    rates = runs = None
-    if ask.runs_per_second is not None:
-        # Rounded first: 0.29 is a little less than 290,000 millionths.
-        limit = math.floor(round(ask.runs_per_second * RATE_UNITS, 3))
-        rates = _parts(tenant, limit, _RATE, group, free)
-    if ask.max_concurrent_runs is not None:
-        runs = _parts(tenant, ask.max_concurrent_runs, _RUNS, group, free)
-    alone = sum(member.standing.leased for member in group) == 1
-    for at, member in enumerate(free):
+    rates, runs = (
+        None if limit is None else _parts(tenant, limit, kind, group)
+        for limit, kind in zip(_limits(ask), (_RATE, _RUNS), strict=True)
+    )
+    for at, member in enumerate(group.free):
         had = member.shares.get(tenant)
         share = _share(
             None if rates is None else rates[at],
             None if runs is None else runs[at],
-            alone,
+            group.alone,
             _left(ask, had),
         )
-        # The same object where nothing changed: thousands of tenants are idle.
+        # The same object where nothing changed: by it documents are compared.
         documents[member.id][tenant] = had if had == share else share
 
 
-def _parts(
-    tenant: str, limit: int, kind: Kind, group: Sequence[Member], free: Sequence[Member]
-) -> list[int]:
+def _parts(tenant: str, limit: int, kind: Kind, group: _Group) -> list[int]:
     """Return the new share of each free member, in units."""
     # Those that are answered: all of them have a goal, also who can't be told of it just now.
-    able = [member for member in group if member.standing.fresh]
+    able = [member for member in group.members if member.standing.fresh]
     held = [_held(member, tenant, kind) for member in able]
-    theirs = limit - sum(_held(one, tenant, kind) for one in group if not one.standing.fresh)
+    silent = (member for member in group.members if not member.standing.fresh)
+    theirs = limit - sum(_held(member, tenant, kind) for member in silent)
     room = theirs - sum(held)
     has = [_units(member.shares, tenant, kind[0], kind[2]) for member in able]
     wants = [_wants(member, tenant, kind) for member in able]
@@ -235,8 +290,7 @@ def _parts(
             had if abs(part - had) * RATE_STEP <= had else part
             for part, had in zip(parts, has, strict=True)
         ]
-    ids = {member.id for member in free}
-    return [part for part, member in zip(parts, able, strict=True) if member.id in ids]
+    return [part for part, member in zip(parts, able, strict=True) if member.heard]
 
 
 def _goals(limit: int, total: int, wants: Sequence[int]) -> list[int]:
@@ -261,14 +315,14 @@ def _held(member: Member, tenant: str, kind: Kind) -> int:
     full, safe, units, at_once = kind
     state = member.standing
     if state.running if at_once else state.fresh:
-        name = full
+        at = full
     elif state.leased:
-        name = safe
+        at = safe
     else:
         return 0
-    most = _units(member.shares, tenant, name, units)
+    most = _units(member.shares, tenant, at, units)
     if not member.heard:
-        most = max(most, _units(member.before, tenant, name, units))
+        most = max(most, _units(member.before, tenant, at, units))
     if at_once and state.running:
         # A share that became smaller ends no turn.
         most = max(most, member.in_flight.get(tenant, 0))
@@ -280,24 +334,28 @@ def _wants(member: Member, tenant: str, kind: Kind) -> int:
     return member.in_flight.get(tenant, 0) + refused if kind is _RUNS else rate
 
 
-def _units(document: Document, tenant: str, name: str, units: int) -> int:
+def _units(document: Document, tenant: str, at: int, units: int) -> int:
     share = document.get(tenant)
-    value = None if share is None else share[name]
+    value = None if share is None else share[at]
     return 0 if value is None else round(value * units)
 
 
-def _share(rate: int | None, runs: int | None, alone: bool, left: int | None) -> dict[str, Any]:
-    """Return a share as it is sent. Alone, an instance keeps all of it when nobody answers it."""
-    part = 1 if alone else 2
-    return {
-        "runs_per_second": None if rate is None else rate / RATE_UNITS,
-        "max_concurrent_runs": runs,
-        "tokens_per_minute": None,
-        "safe_runs_per_second": None if rate is None else rate // part / RATE_UNITS,
-        "safe_max_concurrent_runs": None if runs is None else runs // part,
-        "safe_tokens_per_minute": None,
-        "tokens_left": left,
-    }
+def _share(rate: int | None, runs: int | None, alone: bool, left: int | None) -> Share:
+    return [
+        None if rate is None else rate / RATE_UNITS,
+        runs,
+        # Nobody divides tokens per minute.
+        None,
+        None if rate is None else _safe(rate, alone) / RATE_UNITS,
+        None if runs is None else _safe(runs, alone),
+        None,
+        left,
+    ]
+
+
+def _safe(part: int, alone: bool) -> int:
+    """Return what is left of a part for an instance that nobody answers."""
+    return part if alone else part // 2
 
 
 def _left(ask: Ask, had: Share | None) -> int | None:
@@ -305,7 +363,7 @@ def _left(ask: Ask, had: Share | None) -> int | None:
     left, budget = ask.tokens_left, ask.daily_token_budget
     if left is None or budget is None:
         return None
-    said = None if had is None else had["tokens_left"]
+    said = None if had is None else had[_LEFT]
     if said is None or not said or not left or abs(said - left) * BUDGET_STEP > budget:
         return left
     return int(said)
@@ -328,19 +386,14 @@ def _collapsed(member: Member) -> tuple[Document, Document]:
     documents = (member.shares,) if member.heard else (member.shares, member.before)
     for tenant in dict.fromkeys(tenant for document in documents for tenant in document):
         said = [document[tenant] for document in documents if tenant in document]
-        most = {name: _most(said, name) for name in said[0] if name != "tokens_left"}
-        left = said[0]["tokens_left"]
-        safe_rate, safe_runs = most["safe_runs_per_second"], most["safe_max_concurrent_runs"]
-        shares[tenant] = {
-            **most,
-            "runs_per_second": safe_rate,
-            "max_concurrent_runs": safe_runs,
-            "tokens_left": left,
-        }
+        most = [_most(values) for values in zip(*said, strict=True)]
+        _, runs, tokens, safe_rate, safe_runs, safe_tokens, _ = most
+        left = said[0][_LEFT]
+        shares[tenant] = [safe_rate, safe_runs, tokens, safe_rate, safe_runs, safe_tokens, left]
         # No turn begins by the full share any more; those that run are counted by it.
-        before[tenant] = {**most, "runs_per_second": safe_rate, "tokens_left": left}
+        before[tenant] = [safe_rate, runs, tokens, safe_rate, safe_runs, safe_tokens, left]
     return shares, before
 
 
-def _most(shares: Sequence[Share], name: str) -> Any:
-    return max((share[name] for share in shares if share[name] is not None), default=None)
+def _most(values: Sequence[Any]) -> Any:
+    return max((value for value in values if value is not None), default=None)

@@ -20,6 +20,7 @@ from capacity.domain.sizing import (
     rebuild_share,
 )
 from tenants import queries
+from tenants.domain.reports import share_sent
 from tenants.domain.words import Status, count, counted
 from tenants.models import Cell, Grants, Placement, RuntimeInstance
 from tenants.panels import (
@@ -321,7 +322,8 @@ def shares_page(row: RuntimeInstance, number: int) -> SharesPage:
     return SharesPage(
         page=page,
         lines=tuple(
-            ShareLine(slug, shares[slug], row.in_flight.get(slug, 0)) for slug in page.object_list
+            ShareLine(slug, share_sent(shares[slug]), row.in_flight.get(slug, 0))
+            for slug in page.object_list
         ),
         heard=row.grants_heard == row.grants_number,
         made_at=grants.made_at if grants is not None else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from capacity.services.dividing import allocate, allocate_soon, divide
 from capacity.services.isolation import (
     SuiteRuns,
     end_isolation,
@@ -21,6 +22,9 @@ __all__ = [
     "Rolled",
     "SuiteRuns",
     "add_resource",
+    "allocate",
+    "allocate_soon",
+    "divide",
     "end_isolation",
     "mark_budgets",
     "note_isolation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -15,6 +15,17 @@ GRANT_SECONDS = 30.0
 ID_MAX, MAX_REASONS, MAX_ENDPOINTS = 128, 50, 100
 COUNT_MAX, NUMBER_MAX = 1_000_000_000, 2**53
 EVICTED = ("size", "idle", "generation", "gone")
+# The values of a share, in the order in which they are kept: an instance of thousands of tenants
+# has thousands of these, and names would be most of them.
+SHARE = (
+    "runs_per_second",
+    "max_concurrent_runs",
+    "tokens_per_minute",
+    "safe_runs_per_second",
+    "safe_max_concurrent_runs",
+    "safe_tokens_per_minute",
+    "tokens_left",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,15 @@ def merged(lines: Iterable[Usage]) -> list[Usage]:
             would_refuse=_added(had.would_refuse, line.would_refuse),
         )
     return list(sums.values())
+
+
+def share_sent(kept: Sequence[Any]) -> dict[str, Any]:
+    """Return a share as it is sent.
+
+    >>> share_sent([0.5, 5, None, 0.25, 2, None, 900])["safe_max_concurrent_runs"]
+    2
+    """
+    return dict(zip(SHARE, kept, strict=True))
 
 
 def storable(value: Any) -> str | None:

@@ -25,7 +25,7 @@ from tenants.domain.fence import (
     silence,
 )
 from tenants.domain.minutes import counted_minute
-from tenants.domain.reports import GRANT_SECONDS, Report, Usage, merged, verdict
+from tenants.domain.reports import GRANT_SECONDS, Report, Usage, merged, share_sent, verdict
 from tenants.domain.versions import Version, parse
 from tenants.models import (
     AuditEntry,
@@ -652,7 +652,7 @@ def _unheard(locked: RuntimeInstance, heard: int) -> tuple[int, dict[str, Any]] 
     if heard == locked.grants_number:
         return None
     shares = Grants.objects.filter(instance=locked).values_list("shares", flat=True).first()
-    return locked.grants_number, shares or {}
+    return locked.grants_number, {slug: share_sent(kept) for slug, kept in (shares or {}).items()}
 
 
 def _left(until: datetime | None, now: datetime) -> float:

@@ -20,7 +20,7 @@ from capacity.domain.division import (
     redivide,
     standing,
 )
-from tenants.domain.reports import GRANT_SECONDS
+from tenants.domain.reports import GRANT_SECONDS, share_sent
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 LEASE, LONGEST = 90.0, 20.0
@@ -160,9 +160,9 @@ class Process:
 
     def may(self, name: str, now: float) -> float:
         """What it applies of a limit just now."""
-        share = self.shares.get("acme")
-        if share is None or now >= self.lease_until or self.drains:
+        if "acme" not in self.shares or now >= self.lease_until or self.drains:
             return 0
+        share = share_sent(self.shares["acme"])
         value = share[name if now < self.full_until else f"safe_{name}"]
         return 0 if value is None else value
 
@@ -378,17 +378,19 @@ def test_whole_units_are_divided_fairly_and_completely(total: int, wanted: list[
 # --- single steps ---------------------------------------------------------------------------
 
 
-def share(runs: int, *, alone: bool = False, rate: float | None = None) -> dict[str, Any]:
+def share(
+    runs: int | None, *, alone: bool = False, rate: float | None = None, left: int | None = None
+) -> list[Any]:
     part = 1 if alone else 2
-    return {
-        "runs_per_second": rate,
-        "max_concurrent_runs": runs,
-        "tokens_per_minute": None,
-        "safe_runs_per_second": None if rate is None else rate / part,
-        "safe_max_concurrent_runs": runs // part,
-        "safe_tokens_per_minute": None,
-        "tokens_left": None,
-    }
+    return [
+        rate,
+        runs,
+        None,
+        None if rate is None else rate / part,
+        None if runs is None else runs // part,
+        None,
+        left,
+    ]
 
 
 def member(number: int, runs: int | None = None, **said: Any) -> Member:
@@ -403,7 +405,7 @@ def member(number: int, runs: int | None = None, **said: Any) -> Member:
 
 
 def runs_of(made: Any, number: int) -> int:
-    return made[number].shares["acme"]["max_concurrent_runs"]
+    return made[number].shares["acme"][1]
 
 
 TEN = {"acme": Ask(frozenset({1}), max_concurrent_runs=10)}
@@ -437,8 +439,8 @@ def test_an_instance_that_comes_back_has_no_more_than_the_safe_part() -> None:
     gone = member(1, 6, standing=silent, in_flight={"acme": 3})
     made = redivide([gone, member(2, 4, demand={"acme": (0, 20)})], TEN)
     # It may still run 6, so nobody gets more yet; coming back it has 3.
-    assert made[1].shares["acme"] == {**share(6), "max_concurrent_runs": 3}
-    assert made[1].before["acme"]["max_concurrent_runs"] == 6
+    assert made[1].shares["acme"] == share(3, alone=True)
+    assert made[1].before["acme"] == [None, 6, None, None, 3, None, None]
     assert 2 not in made
     later = Standing(fresh=False, running=False, leased=True)
     kept = member(1, heard=False, standing=later, shares=made[1].shares, before=made[1].before)
@@ -475,26 +477,16 @@ def test_who_asks_for_nothing_keeps_a_little_of_a_large_limit() -> None:
     made = redivide([member(1, 5, demand={"acme": (0, 90)}), member(2, 5)], TEN)
     assert runs_of(made, 2) == 1
     ask = {"acme": Ask(frozenset({1}), runs_per_second=10.0)}
-    one = member(1, shares={"acme": share(0, rate=5.0)}, demand={"acme": (50 * RATE_UNITS, 0)})
-    two = member(2, shares={"acme": share(0, rate=5.0)})
-    assert redivide([one, two], ask)[2].shares["acme"]["runs_per_second"] == 0.5
+    one = member(1, shares={"acme": share(None, rate=5.0)}, demand={"acme": (50 * RATE_UNITS, 0)})
+    two = member(2, shares={"acme": share(None, rate=5.0)})
+    assert redivide([one, two], ask)[2].shares["acme"][0] == 0.5
 
 
 def test_a_small_change_of_demand_makes_no_document() -> None:
     ask = {"acme": Ask(frozenset({1}), runs_per_second=10.0)}
-    shares = [
-        {
-            "acme": {
-                **share(0, rate=5.0),
-                "max_concurrent_runs": None,
-                "safe_max_concurrent_runs": None,
-            }
-        }
-        for _ in range(2)
-    ]
     members = [
-        member(1, shares=shares[0], demand={"acme": (5_100_000, 0)}),
-        member(2, shares=shares[1], demand={"acme": (4_900_000, 0)}),
+        member(number, shares={"acme": share(None, rate=5.0)}, demand={"acme": (wanted, 0)})
+        for number, wanted in ((1, 5_100_000), (2, 4_900_000))
     ]
     assert redivide(members, ask) == {}
 
@@ -507,12 +499,11 @@ def test_what_is_left_of_a_budget_is_told_when_it_has_changed(
     before: int | None, left: int, said: int
 ) -> None:
     ask = {"acme": Ask(frozenset({1}), daily_token_budget=1_000, tokens_left=left)}
-    had = {**share(0), "tokens_left": before, "max_concurrent_runs": None}
-    had["safe_max_concurrent_runs"] = None
+    had = share(None, left=before)
     one = member(1, shares={} if before is None else {"acme": had})
     made = redivide([one], ask)
     shares = made[1].shares if made else one.shares
-    assert shares["acme"]["tokens_left"] == said
+    assert shares["acme"] == share(None, left=said)
 
 
 @pytest.mark.parametrize(

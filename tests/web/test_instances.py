@@ -161,7 +161,7 @@ def test_its_part_of_each_limit_stands_with_the_safe_part(
         "safe_tokens_per_minute": None,
         "tokens_left": 1_200_000,
     }
-    Grants.objects.create(instance=row, shares={"acme": share}, made_at=at)
+    Grants.objects.create(instance=row, shares={"acme": list(share.values())}, made_at=at)
     row.grants_number, row.grants_heard, row.grants_until = 7, 6, at + timedelta(seconds=30)
     row.save()
     text = shown(people, row)

@@ -344,10 +344,12 @@ def test_shares_are_sent_until_they_are_heard_and_read_only_then(
     with django_assert_num_queries(4):
         answer = services.report(joined.next_report(), now=now)
     assert (answer.grants, answer.grant_seconds) == (None, 30.0)
-    granted(joined, 1, acme={"max_concurrent_runs": 3})
+    granted(joined, 1, acme=[None, 3, None, None, 1, None, None])
     with django_assert_num_queries(5):
         answer = services.report(joined.next_report(), now=now)
-    assert answer.grants == (1, {"acme": {"max_concurrent_runs": 3}})
+    assert answer.grants is not None
+    number, shares = answer.grants
+    assert (number, shares["acme"]["safe_max_concurrent_runs"]) == (1, 1)
     # Its answer was lost.
     assert services.report(joined.next_report(), now=now).grants == answer.grants
     with django_assert_num_queries(4):
