@@ -13,7 +13,7 @@ from capacity import queries
 from capacity.domain.usage import Counts
 from capacity.exporting import days_asked, usage_csv
 from durable.clock import database_now
-from tenants.api import Error, NotFound, PageOut, Slug, find, page, require
+from tenants.api import Error, LimitsOut, NotFound, PageOut, Slug, find, page, require
 from tenants.domain.roles import Actor, Role
 from tenants.models import Cell, Scope, Tenant, Token
 
@@ -35,18 +35,8 @@ class CountsOut(Schema):
     would_refuse: dict[str, int]
 
 
-class LimitsOut(Schema):
-    version: int
-    # Null on a limit: no limit.
-    max_concurrent_runs: int | None
-    runs_per_second: float | None
-    daily_token_budget: int | None
-    max_model_calls_per_run: int | None
-    allowed_tools: list[str] | None
-    # True: the budget is looked at before every model call, not only before each turn.
-    exact_budget: bool
+class UsageLimitsOut(LimitsOut):
     tier: str
-    weight: float
 
 
 class RefusalsOut(Schema):
@@ -62,7 +52,7 @@ class RefusalsOut(Schema):
 
 
 class TrialOut(Schema):
-    limits: LimitsOut
+    limits: UsageLimitsOut
     # Reason -> turns that they would have refused, which were served.
     today: dict[str, int]
     # Since the day on which the trial began.
@@ -82,7 +72,7 @@ class UsageOut(Schema):
     this_minute: CountsOut
     # Turns that ran when instances last reported.
     running: int
-    limits: LimitsOut
+    limits: UsageLimitsOut
     # Null: no budget.
     tokens_left: int | None
     # Turns are refused until then, for today's budget is used up. Null: it is not.
@@ -300,7 +290,7 @@ def _counts(counts: Counts) -> dict[str, Any]:
 
 
 def _limits(scope: Scope) -> dict[str, Any]:
-    return {name: getattr(scope, name) for name in LimitsOut.model_fields}
+    return {name: getattr(scope, name) for name in UsageLimitsOut.model_fields}
 
 
 def _cell_usage(cell: Cell | None, hours: int) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import date, timedelta
 
 from django.http import StreamingHttpResponse
@@ -12,6 +11,7 @@ from capacity import queries
 from capacity.domain.usage import REASONS
 from durable.errors import Refused
 from tenants.models import Tenant
+from tenants.views import csv_file
 
 # How many days one answer spans.
 DAYS_MOST = 366
@@ -26,8 +26,6 @@ COLUMNS = (
     *(f"refused_{name}" for name in REASONS),
     "would_refuse",
 )
-# A spreadsheet takes a cell that begins with one of these for a formula, and runs it.
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 class BadDays(Refused):
@@ -59,26 +57,7 @@ def days_asked(first: str, last: str, *, today: date) -> tuple[date, date]:
 def usage_csv(first: date, last: date, *, tenant: Tenant | None = None) -> StreamingHttpResponse:
     """Return the days of the ledger from `first` to `last` as CSV, a piece at a time."""
     whose = "usage" if tenant is None else f"usage-{tenant.slug}"
-    return StreamingHttpResponse(
-        _lines(first, last, tenant),
-        content_type="text/csv; charset=utf-8",
-        headers={
-            "Content-Disposition": f'attachment; filename="{whose}-{first}-{last}.csv"',
-            "Cache-Control": "no-store",
-        },
-    )
-
-
-class _Line:
-    """What csv.writer writes to: each row is given back at once."""
-
-    def write(self, text: str) -> str:
-        return text
-
-
-def _lines(first: date, last: date, tenant: Tenant | None) -> Iterator[str]:
-    writer = csv.writer(_Line())
-    return (writer.writerow(map(harmless, row)) for row in _rows(first, last, tenant))
+    return csv_file(_rows(first, last, tenant), f"{whose}-{first}-{last}")
 
 
 def _rows(first: date, last: date, tenant: Tenant | None) -> Iterable[Iterable[object]]:
@@ -96,12 +75,3 @@ def _rows(first: date, last: date, tenant: Tenant | None) -> Iterable[Iterable[o
             *(row.refused.get(name, 0) for name in REASONS),
             sum(row.would_refuse.values()),
         )
-
-
-def harmless(cell: object) -> object:
-    """Return a cell that a spreadsheet shows and does not run.
-
-    >>> harmless("=2+5"), harmless("Acme"), harmless(-7)
-    ("'=2+5", 'Acme', -7)
-    """
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell

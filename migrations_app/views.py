@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -50,7 +49,7 @@ from tenants import queries as tenants_queries
 from tenants.domain.roles import Role
 from tenants.domain.words import counted
 from tenants.models import Cell, Store, Tenant
-from tenants.views import access, by_request_kind, fragment
+from tenants.views import access, by_request_kind, csv_file, fragment
 
 Read = Callable[[Seen, datetime], Any]
 
@@ -214,26 +213,7 @@ def artifacts(request: HttpRequest, pk: int) -> HttpResponse:
 def references(request: HttpRequest, pk: int) -> HttpResponseBase:
     """Every place that names a renumbered version, as a file for whoever mends them."""
     move = read_seen(pk).move
-    return StreamingHttpResponse(
-        _csv(artifacts_panel.reference_rows(move)),
-        content_type="text/csv; charset=utf-8",
-        headers={
-            "Content-Disposition": f'attachment; filename="{move}-references.csv"',
-            "Cache-Control": "no-store",
-        },
-    )
-
-
-class _Line:
-    """What csv.writer writes to: each row is given back at once."""
-
-    def write(self, text: str) -> str:
-        return text
-
-
-def _csv(rows: Iterable[Sequence[object]]) -> Iterable[str]:
-    writer = csv.writer(_Line())
-    return (writer.writerow(row) for row in rows)
+    return csv_file(artifacts_panel.reference_rows(move), f"{move}-references")
 
 
 @require_safe

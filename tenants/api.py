@@ -157,7 +157,7 @@ class StoreOut(Schema):
     kind: str
 
 
-class ScopeOut(Schema):
+class LimitsOut(Schema):
     version: int
     # Null on a limit: no limit.
     max_concurrent_runs: int | None
@@ -167,9 +167,12 @@ class ScopeOut(Schema):
     allowed_tools: list[str] | None
     # True: what is left of the budget is looked at before every model call.
     exact_budget: bool
+    weight: float
+
+
+class ScopeOut(LimitsOut):
     # Turns are refused until then, for today's budget is used up (UTC). Null, or past: it is not.
     budget_spent_until: str | None
-    weight: float
 
 
 class SideOut(Schema):

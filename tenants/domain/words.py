@@ -198,6 +198,19 @@ def digest(value: str) -> str:
     return value if len(value) <= 9 else f"{value[:4]}…{value[-4:]}"
 
 
+# A spreadsheet takes a cell that begins with one of these for a formula, and runs it.
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def harmless(cell: object) -> object:
+    """Return a cell that a spreadsheet shows and does not run.
+
+    >>> harmless("=2+5"), harmless("Acme"), harmless(-7)
+    ("'=2+5", 'Acme', -7)
+    """
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
+
+
 class Status(NamedTuple):
     """How worried to be: a glyph of the stylesheet (`data-status`) and the word beside it."""
 

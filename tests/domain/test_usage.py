@@ -19,7 +19,7 @@ from capacity.domain.usage import (
     differs_enough,
     next_midnight,
 )
-from capacity.exporting import FORMULA, harmless
+from tenants.domain.words import FORMULA, harmless
 
 # Those that a system has under its own names are no zones of any place.
 ZONES = sorted(zone for zone in zoneinfo.available_timezones() if zone != "localtime")
