@@ -625,6 +625,27 @@ def stamps(row: TenantMigration, count: int) -> None:
     )
 
 
+# What an instance says of its cache of Runners, and what it may use of a tenant's limits.
+RUNNERS = {
+    "size": 1_990,
+    "limit": 2_000,
+    "idle_seconds": 1_800.0,
+    "evicted": {"size": 412, "idle": 30, "generation": 3, "gone": 1},
+    "builds": 2_436,
+    "build_ms": {"p50": 140.0, "p99": 2_300.0},
+    "bytes": 1_572_864,
+}
+SHARE = {
+    "runs_per_second": 0.25,
+    "max_concurrent_runs": 5,
+    "tokens_per_minute": None,
+    "safe_runs_per_second": 0.125,
+    "safe_max_concurrent_runs": 2,
+    "safe_tokens_per_minute": None,
+    "tokens_left": 1_200_000,
+}
+
+
 def used(cast: make.Cast, *, now: datetime) -> None:
     """Let acme have limits, a day of usage and refusals, and its instances caches and breakers."""
     Scope.objects.filter(tenant=cast.acme).update(
@@ -655,33 +676,16 @@ def used(cast: make.Cast, *, now: datetime) -> None:
         )
         for ago in range(30)
     )
-    share = {
-        "runs_per_second": 0.25,
-        "max_concurrent_runs": 5,
-        "tokens_per_minute": None,
-        "safe_runs_per_second": 0.125,
-        "safe_max_concurrent_runs": 2,
-        "safe_tokens_per_minute": None,
-        "tokens_left": 1_200_000,
-    }
     for row in RuntimeInstance.objects.filter(cell=cast.cell):
         row.in_flight = {"acme": 11, "bolt": 2}
-        row.runners = {
-            "size": 1_990,
-            "limit": 2_000,
-            "idle_seconds": 1_800.0,
-            "evicted": {"size": 412, "idle": 30, "generation": 3, "gone": 1},
-            "builds": 2_436,
-            "build_ms": {"p50": 140.0, "p99": 2_300.0},
-            "bytes": 1_572_864,
-        }
+        row.runners = RUNNERS
         row.breakers = {
             "https://model.example/" + "x" * 90: {"state": "open", "shared_pool_429": 41},
             "model-b": {"state": "half_open", "own_quota_429": 2},
         }
         row.grants_number, row.grants_until = 8, now + timedelta(seconds=30)
         row.save()
-        Grants.objects.create(instance=row, shares={"acme": share}, made_at=now)
+        Grants.objects.create(instance=row, shares={"acme": SHARE}, made_at=now)
     cast.cell.refresh_from_db()
     cast.cell.document = {"prewarm": [f"tenant-with-a-long-name-{n}" for n in range(40)]}
     cast.cell.save()

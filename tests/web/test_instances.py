@@ -9,19 +9,9 @@ import pytest
 
 from tenants import services
 from tenants.models import Counter, Grants, RuntimeInstance
-from tests import make
+from tests import make, scene
 from tests.web.conftest import HTMX, People, polled
 from tests.web.test_pages import text_of
-
-RUNNERS = {
-    "size": 1_990,
-    "limit": 2_000,
-    "idle_seconds": 1_800.0,
-    "evicted": {"size": 412, "idle": 30, "generation": 3, "gone": 1},
-    "builds": 2_436,
-    "build_ms": {"p50": 140.0, "p99": 2_300.0},
-    "bytes": 1_572_864,
-}
 
 
 @pytest.fixture
@@ -90,7 +80,7 @@ def test_one_that_has_just_joined_is_no_news_yet(
 def test_the_page_says_which_limit_of_the_cache_bites(
     evicted: dict[str, int], said: str, row: RuntimeInstance, people: People
 ) -> None:
-    row.runners = RUNNERS | {"evicted": evicted}
+    row.runners = scene.RUNNERS | {"evicted": evicted}
     row.save()
     assert said in shown(people, row)
 
@@ -103,13 +93,13 @@ def test_the_page_says_which_limit_of_the_cache_bites(
 def test_the_page_says_what_a_build_costs_a_tenant_that_comes_back(
     p99: float, said: str, row: RuntimeInstance, people: People
 ) -> None:
-    row.runners = RUNNERS | {"build_ms": {"p50": 40.0, "p99": p99}}
+    row.runners = scene.RUNNERS | {"build_ms": {"p50": 40.0, "p99": p99}}
     row.save()
     assert said in shown(people, row)
 
 
 def test_a_cache_is_sized_by_what_a_runner_weighs(row: RuntimeInstance, people: People) -> None:
-    row.runners = RUNNERS
+    row.runners = scene.RUNNERS
     row.save()
     text = shown(people, row, heap="3000")
     assert "2,000 Runners = 3000 MiB / 1.5 MiB" in text
@@ -122,7 +112,7 @@ def test_a_cache_is_sized_by_what_a_runner_weighs(row: RuntimeInstance, people: 
 def test_a_budget_that_is_no_number_is_answered_in_place(
     heap: str, row: RuntimeInstance, people: People
 ) -> None:
-    row.runners = RUNNERS
+    row.runners = scene.RUNNERS
     row.save()
     answer = people.viewer.get(f"/instances/{row.pk}/sizing/", {"heap": heap}, headers=HTMX)
     assert answer.status_code == 200
@@ -152,15 +142,6 @@ def test_breakers_stand_with_both_kinds_of_429(row: RuntimeInstance, people: Peo
 def test_its_part_of_each_limit_stands_with_the_safe_part(
     row: RuntimeInstance, at: datetime, people: People
 ) -> None:
-    share = {
-        "runs_per_second": 0.25,
-        "max_concurrent_runs": 5,
-        "tokens_per_minute": None,
-        "safe_runs_per_second": 0.125,
-        "safe_max_concurrent_runs": 2,
-        "safe_tokens_per_minute": None,
-        "tokens_left": 1_200_000,
-    }
     Grants.objects.create(instance=row, shares={"acme": list(share.values())}, made_at=at)
     row.grants_number, row.grants_heard, row.grants_until = 7, 6, at + timedelta(seconds=30)
     row.save()
