@@ -49,8 +49,55 @@ STORE_CALLS = (
     "list_sessions",
 )
 
-# The end of a turn in its queue of events.
+# What is handed over where there is nothing yet, and after the last event.
+_NOTHING = object()
 _END = object()
+
+
+class _Handover:
+    """A turn's events on their way to its reader, one at a time.
+
+    Instead of an asyncio.Queue, whose `put`, `get` and `join` would be the largest part of what
+    the library costs a turn.
+    """
+
+    __slots__ = ("_asked", "_event", "_given", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._event: Any = _NOTHING
+        # The reader waits for it, where there is nothing to be had.
+        self._given: asyncio.Future[None] | None = None
+        # The turn waits for it, until what it gave was taken and more is asked for.
+        self._asked: asyncio.Future[None] | None = None
+
+    async def give(self, event: Any) -> None:
+        """Hand an event over; return when the reader asks for the next."""
+        self._event = event
+        _wake(self._given)
+        self._asked = self._loop.create_future()
+        await self._asked
+
+    def end(self, _: object = None) -> None:
+        """Let the reader find the end, now or when it asks."""
+        self._event = _END
+        _wake(self._given)
+
+    async def next(self) -> Any:
+        """Ask for the next event, and return it, or _END."""
+        _wake(self._asked)
+        if self._event is _NOTHING:
+            self._given = self._loop.create_future()
+            await self._given
+        event = self._event
+        if event is not _END:
+            self._event = _NOTHING
+        return event
+
+
+def _wake(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +238,13 @@ class Host:
         RetryLater's kinds before anything is written, TenantThrottled among them; from within a
         turn Draining, if its store was closed under it, and what a plugin refused; TurnTooLong.
         """
-        events: asyncio.Queue[Any] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        events = _Handover(loop)
         # The turn is a task of its own, so its end depends on no reader: google-adk runs the
         # agent in the background, and a reader that stalls or keeps an unread generator would
         # else keep the turn open, or let it be closed in a foreign context. It enters the fence
         # itself: a task that is cancelled before it starts has nothing to give back.
-        turn = asyncio.get_running_loop().create_task(
+        turn = loop.create_task(
             self._turn(
                 events,
                 _Ask(tenant, user_id, session_id, placement_version, sent_on),
@@ -208,11 +256,10 @@ class Host:
         )
         self._turns.add(turn)
         turn.add_done_callback(self._ended)
-        turn.add_done_callback(lambda _: events.put_nowait(_END))
+        turn.add_done_callback(events.end)
         try:
-            while (event := await events.get()) is not _END:
+            while (event := await events.next()) is not _END:
                 yield event
-                events.task_done()
             await turn  # Raises what it raised.
         finally:
             if not turn.done():
@@ -288,9 +335,7 @@ class Host:
                 await close()
         self._services.clear()
 
-    async def _turn(
-        self, events: asyncio.Queue[Any], ask: _Ask, turn_id: str | None, **run: Any
-    ) -> None:
+    async def _turn(self, events: _Handover, ask: _Ask, turn_id: str | None, **run: Any) -> None:
         client = self._client
         try:
             async with self._entered(ask) as turn:
@@ -310,10 +355,11 @@ class Host:
         except Draining:
             client.usage.refused(ask.tenant, "draining", turn_id)
             raise
+        finally:
+            # The reader is woken by the last step of this task, not by a step after it.
+            events.end()
 
-    async def _run(
-        self, events: asyncio.Queue[Any], ask: _Ask, kept: Kept, run: dict[str, Any]
-    ) -> None:
+    async def _run(self, events: _Handover, ask: _Ask, kept: Kept, run: dict[str, Any]) -> None:
         runner = kept.runner
         assert runner is not None  # Whoever uses it keeps it open.
         seen: set[str] = set()
@@ -327,10 +373,9 @@ class Host:
                         seen.add(event.invocation_id)
                     else:
                         self._count(ask.tenant, event)
-                    events.put_nowait(event)
                     # One at a time: the agent goes on when the reader asks for more, as it
                     # would without us.
-                    await events.join()
+                    await events.give(event)
         finally:
             # google-adk tells a plugin nothing of a turn that was cancelled.
             for plugin in kept.plugins:

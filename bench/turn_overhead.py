@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from google.adk.models.llm_request import LlmRequest
+from google.adk.plugins.base_plugin import BasePlugin
 from google.adk.sessions import InMemorySessionService
 
 from agent_runtime import PolicyClient
@@ -74,7 +75,8 @@ async def measure(rounds: int) -> list[Bar]:
     service = InMemorySessionService()
     runner = scripted.build_runner(APP_NAME, service)
     plugin = TenantPolicyPlugin.of(client, TENANT)
-    null = NullRunner(service, [])
+    # Whatever a plugin does, google-adk asks it: asking one that does nothing is not ours.
+    null = NullRunner(service, [BasePlugin(name="null")])
     host = Host(client, {"memory": lambda: service}, lambda entry, _: NullRunner(service, [plugin]))
     warm_up, seconds = Seconds(), Seconds()
     for number in range(WARM_UP_ROUNDS + rounds):
