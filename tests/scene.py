@@ -685,7 +685,7 @@ def used(cast: make.Cast, *, now: datetime) -> None:
         }
         row.grants_number, row.grants_until = 8, now + timedelta(seconds=30)
         row.save()
-        Grants.objects.create(instance=row, shares={"acme": SHARE}, made_at=now)
+        Grants.objects.create(instance=row, shares={"acme": list(SHARE.values())}, made_at=now)
     cast.cell.refresh_from_db()
     cast.cell.document = {"prewarm": [f"tenant-with-a-long-name-{n}" for n in range(40)]}
     cast.cell.save()

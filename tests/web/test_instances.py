@@ -142,7 +142,7 @@ def test_breakers_stand_with_both_kinds_of_429(row: RuntimeInstance, people: Peo
 def test_its_part_of_each_limit_stands_with_the_safe_part(
     row: RuntimeInstance, at: datetime, people: People
 ) -> None:
-    Grants.objects.create(instance=row, shares={"acme": list(share.values())}, made_at=at)
+    Grants.objects.create(instance=row, shares={"acme": list(scene.SHARE.values())}, made_at=at)
     row.grants_number, row.grants_heard, row.grants_until = 7, 6, at + timedelta(seconds=30)
     row.save()
     text = shown(people, row)
