@@ -142,6 +142,8 @@ def test_a_replay_that_takes_several_steps_gets_through(
     assert any("longer than one step may" in note for note in notes)
     # It was no failure at any time: none of its pauses, none of its alarms.
     assert "failed" not in seen
+    # Nor was it taken for one that is gone at the source.
+    assert across.move.deleted == 0
 
 
 def test_a_user_without_sessions_goes_behind_a_service_too(across: World) -> None:

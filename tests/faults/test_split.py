@@ -208,6 +208,12 @@ def test_a_key_whose_event_is_gone_is_left_and_listed_as_undecided(both: World) 
         shares(both.source, user, "lang", "nl", 9_004)
         if user != "u-1":
             both.target.delete(APP, user, f"born-{user}")
+    # One born there has set it before, to something else.
+    born(both.target, "born-first", "u-2")
+    shares(both.target, "u-2", "lang", "it", 9_002, "born-first")
+    born(both.target, "born-last", "u-2")
+    shares(both.target, "u-2", "lang", "fr", 9_006, "born-last")
+    both.target.delete(APP, "u-2", "born-last")
     both.run(until=Phase.SOAK)
     for user in ("u-1", "u-2", "u-3"):
         assert shared(both.target, user)["lang"] == "fr"
