@@ -208,9 +208,7 @@ def cell_usage(request: HttpRequest, slug: str, hours: Hours = 1) -> dict[str, A
 
 
 @ops_router.get("/usage", response={200: CellUsageOut})
-def all_usage(
-    request: HttpRequest, hours: Annotated[int, Field(ge=1, le=48)] = 1
-) -> dict[str, Any]:
+def all_usage(request: HttpRequest, hours: Hours = 1) -> dict[str, Any]:
     """Answer what all tenants used in the last hours, and who used most."""
     return _cell_usage(None, hours)
 
