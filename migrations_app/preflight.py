@@ -200,6 +200,12 @@ def _pair_checks(
         elif not survey.can_close:
             detail = f"the {side.lower()} can't be closed to agents with the rights given"
             checks.append(Check(f"{side}'s closing", False, detail))
+    if source.layout is not None and source.layout.is_service:
+        detail = (
+            "users who have state and no session can't be listed by a service: whatever is kept of"
+            " such a user stays behind, and is not counted"
+        )
+        checks.append(Check("Source's quiet users", None, detail))
     if source.interrupted:
         checks.append(Check("Interrupted turns", True, _interrupted(source)))
     return checks

@@ -440,6 +440,9 @@ class SessionStore(Protocol):
     def clear_nonce(self, nonce: str) -> None:
         """Take the word away; nothing happens if it is gone."""
 
+    def folds_case(self) -> bool:
+        """Whether ids that differ by case only are one there; needs tables, leaves nothing."""
+
     def keeps_ids(self) -> bool:
         """Whether a scratch session keeps the id it is given; needs tables, leaves nothing."""
 

@@ -355,6 +355,10 @@ class PostgresGuard(PostgresLink):
             with self.transaction(SHORT):
                 self.run("DELETE FROM {nonces} WHERE nonce = %(nonce)s", {"nonce": nonce})
 
+    def folds_case(self) -> bool:
+        """Return that they are not: this database compares bytes."""
+        return False
+
     def keeps_ids(self) -> bool:
         """Whether a scratch session keeps the id it is given; rolled back, so nothing stays."""
         scratch = "Scratch-" + "x" * (schema.LONGEST_ID - 9) + " "

@@ -350,6 +350,23 @@ class ServiceGuard(ServiceLink):
 
     # --- what it keeps ---------------------------------------------------------------------
 
+    def folds_case(self) -> bool:
+        """Whether ids that differ by case only are one there, as MySQL has it; leaves nothing."""
+        name = nonce_id(f"aA{secrets.token_hex(8)}")
+
+        async def look() -> bool:
+            await self._create(name, {})
+            try:
+                # Not by `get`, which takes none but the very name.
+                found = await self.service.get_session(
+                    app_name=self.app_name, user_id=OURS, session_id=name.swapcase()
+                )
+                return found is not None
+            finally:
+                await self.drop(OURS, name)
+
+        return self.run(look())
+
     def keeps_ids(self) -> bool:
         """Whether a scratch session keeps the id it is given; leaves nothing."""
         self.provision()

@@ -189,6 +189,10 @@ class SqliteGuard(SqliteLink):
             with self.short():
                 self.connection.execute("DELETE FROM switchyard_nonce WHERE nonce = ?", (nonce,))
 
+    def folds_case(self) -> bool:
+        """Return that they are not: this database compares bytes."""
+        return False
+
     def keeps_ids(self) -> bool:
         """Whether a scratch session keeps the id it is given; rolled back, so nothing stays."""
         scratch = "Scratch-" + "x" * (schema.LONGEST_ID - 9) + " "

@@ -24,6 +24,7 @@ from migrations_app.ports.base import (
     START,
     Guard,
     GuardTaken,
+    Key,
     SessionStore,
     StoreBusy,
 )
@@ -151,7 +152,36 @@ def _make_sure(move: TenantMigration, source: SessionStore, target: SessionStore
             if keeps
             else f"{move.target_store} assigns its own session ids; links to sessions would break.",
         ),
+        *_case_checks(move, source, target),
     ]
+
+
+def _case_checks(move: TenantMigration, source: SessionStore, target: SessionStore) -> list[Check]:
+    """Look for ids that the target would take for one another: what came last would win."""
+    if not target.folds_case():
+        return []
+    users: dict[str, str] = {}
+    sessions: dict[Key, Key] = {}
+    after = START
+    while page := source.page(after, copying.PAGE):
+        for key, _ in page:
+            folded = Key(*(part.casefold() for part in key))
+            user = users.setdefault(folded.user_id, key.user_id)
+            other = sessions.setdefault(folded, key)
+            if user != key.user_id or other != key:
+                pair = (user, key.user_id) if user != key.user_id else (other, key)
+                one, two = (ascii("/".join(p) if isinstance(p, Key) else p) for p in pair)
+                detail = (
+                    f"{move.target_store} takes ids that differ by case only for one, such as"
+                    f" {one} and {two}. Rename or delete one of them, or choose another store."
+                )
+                return [Check("Case of ids", False, detail)]
+        after = page[-1][0]
+    detail = (
+        f"{move.target_store} takes ids that differ by case only for one. There are none; one that"
+        " is born during the move would be named as a mismatch."
+    )
+    return [Check("Case of ids", None, detail)]
 
 
 def _left_by_ended(move: TenantMigration) -> bool:

@@ -771,6 +771,26 @@ def test_a_service_that_renames_sessions_is_found_out_and_leaves_nothing(
     assert not any(service.sessions[ACME].values())
 
 
+class Folding(InMemorySessionService):
+    """Finds a session whatever the case of its id, as MySQL's default collation does."""
+
+    async def get_session(self, *, session_id: str, **named: Any) -> Any:
+        found = await self.list_sessions(app_name=named["app_name"], user_id=named["user_id"])
+        ids = [one.id for one in found.sessions if one.id.casefold() == session_id.casefold()]
+        return await super().get_session(session_id=ids[0] if ids else session_id, **named)
+
+
+@pytest.mark.parametrize("kind", [InMemorySessionService, Folding])
+def test_a_service_that_ignores_case_is_found_out_and_leaves_nothing(
+    new_place: Callable[[Layout, str], Place], kind: type[InMemorySessionService]
+) -> None:
+    place = new_place(MEMORY, "TARGET")
+    MEMORIES["TARGET"] = service = kind()
+    with place.port() as there:
+        assert there.folds_case() is (kind is Folding)
+    assert not any(service.sessions[ACME].values())
+
+
 @pytest.mark.parametrize("lost", ["actions", "custom_metadata"])
 def test_a_service_that_loses_parts_of_events_is_refused(
     lost: str, new_place: Callable[[Layout, str], Place]
@@ -796,7 +816,7 @@ def test_a_survey_says_what_a_service_can_and_cannot_tell(
     )
     assert (found.sessions, found.users, found.events, found.interrupted) == (3, 2, 9, 0)
     assert (found.can_close, found.stamps_see_edits, found.has_app_state) == (False, False, True)
-    assert [finding.blocks for finding in found.findings] == [False]
+    assert found.findings == ()
     with new_place(Layout.POSTGRESQL, "TARGET").port() as target:
         ports.check_pair(found, target.survey())
 

@@ -18,6 +18,8 @@ from migrations_app import ports, services
 from migrations_app.domain.phases import Phase
 from migrations_app.domain.values import OURS
 from migrations_app.ports.base import START, Key
+from migrations_app.ports.service import ServiceStore
+from migrations_app.preflight import between_stores
 from tests import make
 from tests.world import APP, World, world
 
@@ -144,6 +146,45 @@ def test_a_replay_that_takes_several_steps_gets_through(
     assert "failed" not in seen
     # Nor was it taken for one that is gone at the source.
     assert across.move.deleted == 0
+
+
+@pytest.mark.parametrize(
+    ("user", "session", "named"),
+    [
+        pytest.param("U-1", "s-99", "'U-1' and 'u-1'", id="user"),
+        pytest.param("u-1", "S-1", "'u-1/S-1' and 'u-1/s-1'", id="session"),
+        pytest.param("u-1", "s-99", "", id="none"),
+    ],
+)
+def test_ids_that_the_target_takes_for_one_stop_the_preparation(
+    across: World, monkeypatch: pytest.MonkeyPatch, user: str, session: str, named: str
+) -> None:
+    monkeypatch.setattr(ServiceStore, "folds_case", lambda self: True)
+    with across.source.connection() as connection:
+        across.source.add_session(connection, APP, user, session, 1)
+    across.start(offboard_automatically=False)
+    for _ in range(3):
+        across.step()
+    [check] = [one for one in across.move.checks if one["name"] == "Case of ids"]
+    assert named in check["detail"]
+    assert check["ok"] is (False if named else None)
+    assert across.move.phase == (Phase.PREPARE if named else Phase.BACKFILL)
+
+
+def test_the_preparation_says_that_a_service_lists_no_quiet_users(across: World) -> None:
+    cast = across.cast
+    told = {
+        source.key: [
+            check.ok
+            for check in between_stores(cast.acme, source_store=source, target_store=target).checks
+            if check.name == "Source's quiet users"
+        ]
+        for source, target in (
+            (cast.store, cast.other_store),
+            (cast.other_store, cast.store),
+        )
+    }
+    assert told == {"store-eu1-a": [], "store-eu1-b": [None]}
 
 
 def test_a_user_without_sessions_goes_behind_a_service_too(across: World) -> None:
