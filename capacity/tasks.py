@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 from celery import shared_task
+from django.conf import settings
 
 from capacity import services
 from durable.clock import database_now
@@ -55,3 +58,19 @@ def sweep() -> None:
     until = time.monotonic() + SWEPT_SECONDS
     while services.sweep_ledger(now=database_now()) and time.monotonic() < until:
         pass
+
+
+@shared_task(name="capacity.isolation")
+def isolation(pk: int) -> None:
+    """Begin a run of the isolation suite beside this worker, which other work waits for.
+
+    It writes what it finds itself. Killed, its row says nothing for ten minutes, and another may
+    begin.
+    """
+    subprocess.Popen(
+        [sys.executable, str(settings.BASE_DIR / "manage.py"), "isolation", "--run", str(pk)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )

@@ -9,7 +9,7 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
-from capacity import services
+from capacity import services, tasks
 from capacity.domain.register import Kind
 from capacity.models import SharedResource
 from capacity.panels import instances as instances_panel
@@ -143,11 +143,36 @@ def _sizing(request: HttpRequest, page: instances_panel.InstancePage) -> dict[st
 @access(Role.VIEWER)
 def isolation(request: HttpRequest) -> HttpResponse:
     """What tenants share and what keeps them apart there, and what tests of it found."""
-    context = {
-        "now": database_now(),
-        "found": isolation_panel.isolation_page(page_number(request)),
-    }
-    return render(request, "capacity/isolation.html", context)
+    return _isolation(request)
+
+
+@require_safe
+@access(Role.VIEWER)
+def isolation_runs(request: HttpRequest) -> HttpResponse:
+    """The last runs, polled while one goes on."""
+    now = database_now()
+    context = {"now": now, "found": isolation_panel.isolation_page(now=now)}
+    return render(request, "capacity/_isolation_runs.html", context)
+
+
+@require_POST
+@access(Role.OPERATOR)
+def start_isolation(request: HttpRequest) -> HttpResponse:
+    """Run the tests of isolation, on a control plane and agent processes of their own."""
+    try:
+        run = services.start_isolation(by=request.user.get_username(), now=database_now())
+    except Refused as refusal:
+        return _isolation(request, nothing_changed(refusal))
+    # Committed by now. A message that is lost leaves a row that another run may follow soon.
+    tasks.isolation.apply_async((run.pk,), queue="bulk")
+    return redirect("isolation")
+
+
+def _isolation(request: HttpRequest, refused: str = "") -> HttpResponse:
+    now = database_now()
+    found = isolation_panel.isolation_page(page_number(request), now=now)
+    context = {"now": now, "found": found, "refused": refused}
+    return render(request, "capacity/isolation.html", context, status=409 if refused else 200)
 
 
 @require_http_methods(["GET", "HEAD", "POST"])

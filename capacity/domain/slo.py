@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 from tenants.domain.names import Tier
 
@@ -32,3 +33,6 @@ SLOS: Mapping[Tier, Slo] = {
     Tier.BRIDGE: Slo(p95_ms=1_000, error_rate=0.005),
     Tier.SILO: Slo(p95_ms=1_000, error_rate=0.001),
 }
+
+# A run of the isolation tests takes a minute or two. One without a word for so long was killed.
+RUN_LASTS = timedelta(minutes=10)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from django.core.paginator import Page, Paginator
 from django.db.models import Case, Count, IntegerField, Q, QuerySet, Value, When
 
 from capacity.domain.register import MEANING, Kind
-from capacity.domain.slo import SLOS, Slo
+from capacity.domain.slo import RUN_LASTS, SLOS, Slo
 from capacity.models import IsolationRun, SharedResource
 from tenants.domain.names import Tier
 from tenants.domain.words import Status, counted
@@ -63,8 +64,13 @@ class IsolationPage:
     last_pass: IsolationRun | None
     slos: tuple[tuple[Tier, Slo], ...]
 
+    @property
+    def running(self) -> bool:
+        """Whether a run is under way: its results come in one by one."""
+        return any(line.status.glyph == "live" for line in self.runs)
 
-def isolation_page(number: int = 1) -> IsolationPage:
+
+def isolation_page(number: int = 1, *, now: datetime) -> IsolationPage:
     """Return the register, findings first, the last runs, and what each tier is promised."""
     counts = {
         row["kind"]: row
@@ -86,7 +92,7 @@ def isolation_page(number: int = 1) -> IsolationPage:
         kinds=kinds,
         page=Paginator(_register(), PAGE_ROWS).get_page(number),
         findings=sum(line.findings for line in kinds),
-        runs=tuple(_run(run) for run in IsolationRun.objects.all()[:RUNS]),
+        runs=tuple(_run(run, now) for run in IsolationRun.objects.all()[:RUNS]),
         last_pass=IsolationRun.objects.filter(passed=True).first(),
         slos=tuple(SLOS.items()),
     )
@@ -102,9 +108,10 @@ def _register() -> QuerySet[SharedResource]:
     return SharedResource.objects.order_by(order, "name")
 
 
-def _run(run: IsolationRun) -> RunLine:
+def _run(run: IsolationRun, now: datetime) -> RunLine:
     if run.passed is None:
-        status = Status("live", "Running")
+        killed = now - run.began_at > RUN_LASTS
+        status = Status("blocked", "Killed") if killed else Status("live", "Running")
     else:
         status = Status("ok", "Passed") if run.passed else Status("blocked", "Failed")
     return RunLine(run, status, tuple(_result(result) for result in run.results))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from django.conf import settings
 from django.db import transaction
 
+from capacity.domain.slo import RUN_LASTS
 from capacity.models import IsolationRun
 from durable.errors import Refused
 from tenants.services import audit
-
-# A run takes a minute or two. One that says nothing for so long was killed.
-RUN_LASTS = timedelta(minutes=10)
 
 
 class SuiteRuns(Refused):

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from capacity import services, tasks
 from capacity.domain.register import Kind
 from capacity.models import IsolationRun, SharedResource
+from durable.clock import database_now
 from tenants.models import AuditEntry
 from tests.web.conftest import People
 from tests.web.test_pages import text_of
@@ -181,3 +183,42 @@ def test_ten_thousand_lines_come_a_page_at_a_time(people: People, at: datetime) 
         for n in range(10_000)
     )
     assert "Page 1 of 201" in page(people)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What workers were asked to do."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        tasks.isolation, "apply_async", lambda args, queue: asked.append((args, queue))
+    )
+    return asked
+
+
+def test_an_operator_starts_a_run_and_watches_it(
+    people: People, sent: list[tuple[Any, ...]]
+) -> None:
+    assert people.operator.post("/isolation/run/")["Location"] == "/isolation/"
+    run = IsolationRun.objects.get()
+    assert sent == [((run.pk,), "bulk")]
+    html = people.viewer.get("/isolation/").content.decode()
+    assert "Running" in html
+    assert "/isolation/runs/" in html
+    again = people.operator.post("/isolation/run/")
+    assert again.status_code == 409
+    assert "The suite runs already" in again.content.decode()
+    services.end_isolation(run, [{"name": "Flood", "held": True}], whole=True, now=database_now())
+    html = people.viewer.get("/isolation/runs/").content.decode()
+    assert "Passed" in html
+    # It has ended, so nothing asks for it again and again.
+    assert "hx-get" not in html
+
+
+def test_a_run_that_was_killed_is_said_to_be(people: People) -> None:
+    services.start_isolation(by="ada", now=database_now() - timedelta(minutes=11))
+    assert "Killed" in people.viewer.get("/isolation/").content.decode()
+
+
+def test_a_viewer_starts_nothing(people: People) -> None:
+    assert people.viewer.post("/isolation/run/").status_code == 403
+    assert not IsolationRun.objects.exists()

@@ -37,15 +37,15 @@ class Command(BaseCommand):
         row = self._row(by, run)
         found: list[dict[str, Any]] = []
         environment = {name: os.environ[name] for name in GIVEN if name in os.environ}
-        suite = subprocess.Popen(
+        with subprocess.Popen(
             COMMAND, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        assert suite.stdout is not None
-        for line in suite.stdout:
-            result = json.loads(line)
-            found.append(result)
-            services.note_isolation(row, found)
-            self.stdout.write(f"{'held  ' if result['held'] else 'BROKEN'}  {result['name']}")
+        ) as suite:
+            assert suite.stdout is not None
+            for line in suite.stdout:
+                result = json.loads(line)
+                found.append(result)
+                services.note_isolation(row, found)
+                self.stdout.write(f"{'held  ' if result['held'] else 'BROKEN'}  {result['name']}")
         # 1 says that a test was broken; anything else, that the suite was.
         whole = suite.wait() in (0, 1) and bool(found)
         if not services.end_isolation(row, found, whole=whole, now=database_now()):
