@@ -8,7 +8,6 @@ that answers with a megabyte, holds up nobody else.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import os
 import threading
@@ -76,12 +75,12 @@ class _Pool:
         caller = asyncio.get_running_loop()
         # The task when it is done; None: the pool ended under it.
         ended: asyncio.Future[asyncio.Task[T] | None] = caller.create_future()
-        context = contextvars.copy_context()
         task: asyncio.Task[T]
 
         def begin() -> None:
             nonlocal task
-            task = self._loop.create_task(work(self.host), context=context)
+            # In a copy of the caller's context, as any callback: its trace goes along.
+            task = self._loop.create_task(work(self.host))
             task.add_done_callback(tell)
 
         def tell(task: asyncio.Task[T]) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from agent_runtime import (
     Behind,
+    Host,
     NoPool,
     NotReady,
     PolicyClient,
@@ -365,6 +366,31 @@ async def test_closing_ends_turns_and_threads(
         await anext(events)
     with pytest.raises(NotReady):
         await turn(pools, "acme")
+
+
+async def test_who_comes_while_a_pool_ends_is_refused_and_waits_for_nobody(
+    pools: TierPools,
+) -> None:
+    pool = pools._pools[""]
+    stopped, go = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        pool._loop.stop()
+        stopped.set()
+        go.wait(10)
+
+    async def hang(host: Host) -> None:
+        await asyncio.Event().wait()
+
+    pool._loop.call_soon_threadsafe(stop)
+    await asyncio.to_thread(stopped.wait, 10)
+    late = asyncio.create_task(pool.call(hang))
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(NotReady, match="closed its pools"):
+        await asyncio.wait_for(late, 10)
+    with pytest.raises(NotReady, match="closed its pools"):
+        await pool.call(hang)
 
 
 async def test_the_most_active_are_built_ahead_each_in_its_own_thread(
