@@ -24,6 +24,7 @@ from ninja.errors import HttpError, ValidationError
 from ninja.security import APIKeyCookie, HttpBearer
 
 from capacity.api_isolation import router as isolation_router
+from capacity.api_limits import router as limits_router
 from capacity.api_usage import ops_router as usage_router
 from capacity.api_usage import tenant_router
 from durable.clock import database_now
@@ -232,6 +233,7 @@ api.add_router("/ops", channels_router, auth=operators)
 api.add_router("/ops", rehearsals_router, auth=operators)
 api.add_router("/ops", isolation_router, auth=operators)
 api.add_router("/ops", usage_router, auth=operators)
+api.add_router("/ops", limits_router, auth=operators)
 api.add_router("/ops", ops_router, auth=operators)
 
 

@@ -297,7 +297,7 @@ class ReportIn(Schema):
     breakers: Annotated[dict[str, BreakerIn], BeforeValidator(clean_breakers)] = {}
 
 
-class ShareOut(Schema):
+class InstanceShareOut(Schema):
     """What one instance may use of one tenant's limits. Null: that limit does not exist."""
 
     runs_per_second: float | None
@@ -314,7 +314,7 @@ class ShareOut(Schema):
 class GrantsOut(Schema):
     number: int
     # Replaces every share that is held. A tenant with a limit and without a share: 0.
-    tenants: dict[str, ShareOut]
+    tenants: dict[str, InstanceShareOut]
 
 
 class ReportOut(Schema):
@@ -529,6 +529,8 @@ class CellIn(OpsIn):
 
 class QuotaIn(OpsIn):
     tokens_per_minute: int
+    # Null, or left out: what is known of it stays. Whichever binds first bounds the cell.
+    requests_per_minute: int | None = None
 
 
 class UrlIn(OpsIn):
@@ -542,6 +544,8 @@ class CellOut(Schema):
     url: str
     policy_version: str
     quota_tokens_per_minute: int | None
+    # Null: nobody has entered it, so it binds nothing.
+    quota_requests_per_minute: int | None
     # Null: the quota is only assumed, and no tenant may be placed here.
     quota_verified_at: datetime | None
     quota_verified_by: str
@@ -717,6 +721,7 @@ def verify_quota(request: HttpRequest, slug: str, body: QuotaIn) -> dict[str, An
     cell = services.verify_quota(
         find(Cell, "cell", slug=slug),
         tokens_per_minute=body.tokens_per_minute,
+        requests_per_minute=body.requests_per_minute,
         by=require(request, Role.ADMIN).name,
         now=database_now(),
     )
@@ -996,6 +1001,7 @@ def _cell(row: Cell) -> dict[str, Any]:
         "url": row.url,
         "policy_version": str(row.policy_version),
         "quota_tokens_per_minute": row.quota_tokens_per_minute,
+        "quota_requests_per_minute": row.quota_requests_per_minute,
         "quota_verified_at": row.quota_verified_at,
         "quota_verified_by": row.quota_verified_by,
         "fast_until": row.fast_until,

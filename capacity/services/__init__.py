@@ -16,12 +16,16 @@ from capacity.services.ledger import (
     roll_up,
     sweep_ledger,
 )
+from capacity.services.limits import NoHeadroom, Saved, adopt_trial, set_limits, set_tier
 from capacity.services.resources import add_resource, remove_resource, set_resource
 
 __all__ = [
+    "NoHeadroom",
     "Rolled",
+    "Saved",
     "SuiteRuns",
     "add_resource",
+    "adopt_trial",
     "allocate",
     "allocate_soon",
     "divide",
@@ -31,7 +35,9 @@ __all__ = [
     "publish_prewarm",
     "remove_resource",
     "roll_up",
+    "set_limits",
     "set_resource",
+    "set_tier",
     "start_isolation",
     "sweep_ledger",
 ]

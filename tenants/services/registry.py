@@ -85,22 +85,31 @@ def add_cell(
 
 
 @transaction.atomic
-def verify_quota(cell: Cell, *, tokens_per_minute: int, by: str, now: datetime) -> Cell:
+def verify_quota(
+    cell: Cell,
+    *,
+    tokens_per_minute: int,
+    requests_per_minute: int | None = None,
+    by: str,
+    now: datetime,
+) -> Cell:
     """Record that somebody looked the cell's model quota up at the provider; return the cell.
 
-    Raises BadQuota.
+    Without `requests_per_minute` what is known of that stays. Raises BadQuota.
     """
     _check_quota(tokens_per_minute)
+    if requests_per_minute is not None:
+        _check_quota(requests_per_minute, "requests")
     [locked] = lock_cells({cell.pk})
-    before = {
-        "quota_tokens_per_minute": locked.quota_tokens_per_minute,
-        "quota_verified_at": locked.quota_verified_at,
-    }
+    names = ("quota_tokens_per_minute", "quota_requests_per_minute", "quota_verified_at")
+    before = {name: getattr(locked, name) for name in names}
     locked.quota_tokens_per_minute = tokens_per_minute
+    if requests_per_minute is not None:
+        locked.quota_requests_per_minute = requests_per_minute
     locked.quota_verified_at = now
     locked.quota_verified_by = by
-    locked.save(update_fields=["quota_tokens_per_minute", "quota_verified_at", "quota_verified_by"])
-    after = {"quota_tokens_per_minute": tokens_per_minute, "quota_verified_at": now}
+    locked.save(update_fields=[*names, "quota_verified_by"])
+    after = {name: getattr(locked, name) for name in names}
     subject = f"cell {locked.slug}"
     audit(who=by, verb="cell.verify_quota", subject=subject, before=before, after=after, now=now)
     return locked
@@ -319,9 +328,9 @@ def set_internal(tenant: Tenant, *, internal: bool, by: str, reason: str, now: d
     return locked
 
 
-def _check_quota(tokens_per_minute: int) -> None:
-    if not 0 < tokens_per_minute < 2**53:
+def _check_quota(per_minute: int, unit: str = "tokens") -> None:
+    if not 0 < per_minute < 2**53:
         raise BadQuota(
-            f"A quota of {tokens_per_minute} tokens per minute serves nobody. Enter what the "
-            "provider grants this cell."
+            f"A quota of {per_minute} {unit} per minute serves nobody. Enter what the provider "
+            "grants this cell."
         )

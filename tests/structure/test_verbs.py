@@ -10,6 +10,7 @@ from django.test import RequestFactory
 from django.urls import URLPattern, URLResolver, get_resolver
 
 from capacity.api_isolation import router as isolation
+from capacity.api_limits import router as limits
 from migrations_app import services
 from migrations_app.api import restored_router, stores_router
 from migrations_app.api import router as moves
@@ -29,6 +30,7 @@ OPERATIONS = {
         channels,
         rehearsals,
         isolation,
+        limits,
         ops_router,
     )
     for path in router.path_operations.values()
