@@ -152,14 +152,16 @@ def _divide(cells: tuple[int, ...], now: datetime) -> int:
     demand = _demand(rows)
     quiet = not demand and not any(row.in_flight for row in rows)
     # A budget begins anew at some tenant's midnight, which is at a quarter of an hour anywhere.
+    fenced = _fenced(limited)
     picture = (
         tuple(_memory.limited[cell][0] for cell in cells),
+        fenced,
         [(one.id, one.standing, one.heard, number) for one, number in members],
         int(now.timestamp()) // 900,
     )
     if quiet and _memory.at_rest.get(cells) == picture:
         return 0
-    asks = _asks(cells, limited, now)
+    asks = _asks(limited, fenced, now)
     counted = [one for one, _ in members]
     _read_documents(counted)
     for one in counted:
@@ -310,8 +312,24 @@ def _whole(refused: Mapping[str, Any], reason: str) -> int:
     return count if isinstance(count, int) else 0
 
 
+def _fenced(limited: Mapping[int, list[_Limited]]) -> set[str]:
+    """Return the tenants that cells here wait for and whose home takes no turns just now."""
+    waiting = {
+        one.tenant
+        for told in limited.values()
+        for one in told
+        if one.accepts == Accepts.NONE and not one.home
+    }
+    if not waiting:
+        return set()
+    homes = PolicyEntry.objects.filter(
+        accepts=Accepts.NONE, cell=F("tenant__placement__cell"), tenant__slug__in=waiting
+    )
+    return set(homes.values_list("tenant__slug", flat=True))
+
+
 def _asks(
-    cells: Iterable[int], limited: Mapping[int, list[_Limited]], now: datetime
+    limited: Mapping[int, list[_Limited]], fenced: Collection[str], now: datetime
 ) -> dict[str, Ask]:
     """Return what is divided, and over the instances of which cells.
 
@@ -319,35 +337,23 @@ def _asks(
     turns: its instances get shares once the home's fence closes, of the whole limit, so that they
     have them when the move opens it. Both never take turns: the proof of the fence comes between.
     """
-    waiting = {
-        one.tenant
-        for cell in cells
-        for one in limited[cell]
-        if one.accepts == Accepts.NONE and not one.home
-    }
-    fenced: set[str] = set()
-    if waiting:
-        homes = PolicyEntry.objects.filter(
-            accepts=Accepts.NONE, cell=F("tenant__placement__cell"), tenant__slug__in=waiting
-        )
-        fenced = set(homes.values_list("tenant__slug", flat=True))
     where: dict[str, list[tuple[int, _Limited]]] = defaultdict(list)
-    for cell in cells:
-        for one in limited[cell]:
+    for cell, told in limited.items():
+        for one in told:
             if one.home or one.accepts != Accepts.NONE or one.tenant in fenced:
                 where[one.tenant].append((cell, one))
-    left = _tokens_left(
-        [told[0][1].tenant for told in where.values() if told[0][1].daily_token_budget], now
-    )
+    # Both sides of a split were told the same.
+    limits = {tenant: told[0][1] for tenant, told in where.items()}
+    left = _tokens_left([one.tenant for one in limits.values() if one.daily_token_budget], now)
     return {
         tenant: Ask(
-            cells=frozenset(cell for cell, _ in told),
-            runs_per_second=told[0][1].runs_per_second,
-            max_concurrent_runs=told[0][1].max_concurrent_runs,
-            daily_token_budget=told[0][1].daily_token_budget,
+            cells=frozenset(cell for cell, _ in where[tenant]),
+            runs_per_second=one.runs_per_second,
+            max_concurrent_runs=one.max_concurrent_runs,
+            daily_token_budget=one.daily_token_budget,
             tokens_left=left.get(tenant),
         )
-        for tenant, told in where.items()
+        for tenant, one in limits.items()
     }
 
 
