@@ -15,6 +15,7 @@ urlpatterns = [
     path("usage/reconciliation/", views_usage.reconciliation, name="reconciliation"),
     path(f"{TENANT}/limits/", views_limits.tenant_limits, name="tenant_limits"),
     path(f"{TENANT}/limits/applied/", views_limits.applied, name="applied"),
+    path(f"{TENANT}/limits/check/", views_limits.check_limits, name="check_limits"),
     path(f"{TENANT}/limits/set/", views_limits.set_limits, name="set_limits"),
     path(f"{TENANT}/limits/try/", views_limits.try_limits, name="try_limits"),
     path(f"{TENANT}/limits/trial/end/", views_limits.end_trial, name="end_trial"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
 
+from capacity import services
 from capacity.panels import limits as panel
 from capacity.views import TEXT_MAX, nothing_changed, page_number, tenant_of, typed
 from durable.clock import database_now
@@ -38,11 +40,20 @@ def applied(request: HttpRequest, slug: str) -> HttpResponse:
     return render(request, "capacity/_applied.html", context)
 
 
+@require_safe
+@access(Role.OPERATOR)
+def check_limits(request: HttpRequest, slug: str) -> HttpResponse:
+    """Whether the cell has room for limits that are being typed; nothing is changed."""
+    tenant, now = tenant_of(slug), database_now()
+    context = _room(tenant, _given(request.GET), now)
+    return render(request, "capacity/_headroom.html", context)
+
+
 @require_POST
 @access(Role.OPERATOR)
 def set_limits(request: HttpRequest, slug: str) -> HttpResponse:
     """Let these limits hold."""
-    return _save(request, slug, tenants_services.set_scope)
+    return _save(request, slug, services.set_limits, room=True)
 
 
 @require_POST
@@ -63,7 +74,7 @@ def end_trial(request: HttpRequest, slug: str) -> HttpResponse:
 @access(Role.OPERATOR)
 def adopt_trial(request: HttpRequest, slug: str) -> HttpResponse:
     """Let the limits that are tried hold."""
-    return _of_trial(request, slug, tenants_services.adopt)
+    return _of_trial(request, slug, services.adopt_trial, override=_ticked(request))
 
 
 @require_POST
@@ -73,24 +84,38 @@ def rotate(request: HttpRequest, slug: str) -> HttpResponse:
     return _act(request, tenant_of(slug), tenants_services.rotate)
 
 
-def _save(request: HttpRequest, slug: str, save: Callable[..., Any]) -> HttpResponse:
-    """Carry out what the form asks for; refused, the page is drawn with what was typed."""
-    tenant, given = tenant_of(slug), _typed(request.POST)
+def _save(
+    request: HttpRequest, slug: str, save: Callable[..., Any], *, room: bool = False
+) -> HttpResponse:
+    """Carry out what the form asks for; refused, the page is drawn with what was typed.
+
+    `room`: limits that are to hold are held against the cell's quota first.
+    """
+    tenant, given = tenant_of(slug), _given(request.POST)
+    more: dict[str, Any] = {}
     try:
         panel.check_seen(tenant, given.seen)
         limits = panel.limits_of(given)
+        if room:
+            more = {"typed": panel.estimate_of(given), "override": given.override}
     except Refused as refusal:
         return _page(request, tenant, given=given, refusal=refusal)
-    return _act(request, tenant, save, given=given, limits=limits)
+    return _act(request, tenant, save, given=given, limits=limits, **more)
 
 
-def _of_trial(request: HttpRequest, slug: str, act: Callable[..., Any]) -> HttpResponse:
+def _of_trial(
+    request: HttpRequest, slug: str, act: Callable[..., Any], **more: Any
+) -> HttpResponse:
     tenant = tenant_of(slug)
     try:
         panel.check_trial(tenant, request.POST.get("trial", ""))
     except Refused as refusal:
         return _page(request, tenant, refusal=refusal)
-    return _act(request, tenant, act)
+    return _act(request, tenant, act, **more)
+
+
+def _ticked(request: HttpRequest) -> bool:
+    return request.POST.get("override") == "on"
 
 
 def _act(
@@ -98,7 +123,7 @@ def _act(
     tenant: Tenant,
     act: Callable[..., Any],
     *,
-    given: panel.Typed | None = None,
+    given: panel.Given | None = None,
     **more: Any,
 ) -> HttpResponse:
     who = {"by": request.user.get_username(), "reason": typed(request, "reason")}
@@ -109,43 +134,54 @@ def _act(
     return redirect("tenant_limits", slug=tenant.slug)
 
 
-def _typed(given: Mapping[str, str]) -> panel.Typed:
+def _given(given: Mapping[str, str]) -> panel.Given:
     """Return what the form holds, whatever was sent instead of it."""
 
     def text(name: str, longest: int = FIELD_MAX) -> str:
         return given.get(name, "").replace("\0", "").strip()[:longest]
 
-    values = {name: text(name) for name, *_ in panel.FIELDS}
-    return panel.Typed(
+    values = {name: text(name) for name, *_ in (*panel.FIELDS, *panel.ESTIMATES)}
+    return panel.Given(
         values=values | {"allowed_tools": text("allowed_tools", TOOLS_MAX)},
         all_tools=given.get("tools", "all") != "these",
         exact_budget=given.get("exact_budget") == "on",
         tier=text("tier"),
         seen=text("seen"),
         reason=text("reason", TEXT_MAX),
+        override=given.get("override") == "on",
     )
+
+
+def _room(tenant: Tenant, given: panel.Given, now: datetime) -> dict[str, Any]:
+    """Return what `_headroom.html` draws of a dry run."""
+    try:
+        return {"tenant": tenant, "dry": True, "room": panel.dry_run(tenant, given, now=now)}
+    except Refused as refusal:
+        return {"tenant": tenant, "dry": True, "problem": panel.in_labels(str(refusal))[0]}
 
 
 def _page(
     request: HttpRequest,
     tenant: Tenant,
     *,
-    given: panel.Typed | None = None,
+    given: panel.Given | None = None,
     refusal: Refused | None = None,
 ) -> HttpResponse:
     now = database_now()
     page = panel.limits_page(tenant, page_number(request), now=now)
     refused, about = ("", "") if refusal is None else panel.in_labels(nothing_changed(refusal))
-    shown = given or page.typed
+    shown = given or page.form
     context = {
         "now": now,
         "tenant": tenant,
         "page": page,
-        "typed": shown,
+        "given": shown,
         # What was typed goes with what holds now: saving once more means this.
         "seen": page.scope.version,
         "fields": [(*field, shown.values[field[0]]) for field in panel.FIELDS],
+        "estimates": [(*field, shown.values[field[0]]) for field in panel.ESTIMATES],
         "wrong": about,
         "refused": refused,
+        **({"room": page.room} if given is None else _room(tenant, given, now)),
     }
     return render(request, "capacity/limits.html", context, status=409 if refused else 200)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 from django.core.paginator import Page, Paginator
 from django.db.models import Max, Sum
 
-from capacity.domain.headroom import Binding, Breaker, Headroom
+from capacity.domain.headroom import Binding, Breaker
 from capacity.domain.tiers import CRITERIA, MEANING, Measured, suggested
 from capacity.models import UsageMinute
 from capacity.queries import Trial, usage_page
+from capacity.room import Assessed, Typed, assess
 from durable.errors import Refused
 from tenants import queries
 from tenants.domain.fence import Accepts
@@ -43,6 +44,18 @@ FIELDS = (
     ),
     ("weight", "Weight", "", "Share of spare quota, against the weights of others."),
 )
+# What nobody may have measured yet. Empty: what was measured counts alone.
+ESTIMATES = (
+    ("normal_requests_per_minute", "Normal requests a minute", "Of the whole cell."),
+    ("normal_tokens_per_minute", "Normal tokens a minute", "Of the whole cell."),
+    ("model_calls_per_run", "Model calls of a typical run", ""),
+    ("tokens_per_run", "Tokens of a typical run", ""),
+    (
+        "run_seconds",
+        "Seconds of a typical run",
+        "Nobody measures it: without it runs at the same time bound nothing.",
+    ),
+)
 LABELS = {
     **{name: label for name, label, _, _ in FIELDS},
     "allowed_tools": "Tools",
@@ -64,7 +77,7 @@ class TrialChanged(Refused):
 
 
 @dataclass(frozen=True)
-class Typed:
+class Given:
     """The form as it was typed, so that a refusal takes nothing away."""
 
     values: Mapping[str, str]
@@ -73,14 +86,17 @@ class Typed:
     tier: str
     # The version of limits that the form was made of.
     seen: str = ""
+    # That these limits hold although the cell has no room for them.
+    override: bool = False
     reason: str = ""
 
 
-def typed_of(limits: Limits, version: int) -> Typed:
+def form_of(limits: Limits, version: int) -> Given:
     """Return the form that says what holds."""
     values = {name: _plain(name, getattr(limits, name)) for name, *_ in FIELDS}
     values["allowed_tools"] = "\n".join(limits.allowed_tools or ())
-    return Typed(
+    values |= {name: "" for name, *_ in ESTIMATES}
+    return Given(
         values=values,
         all_tools=limits.allowed_tools is None,
         exact_budget=limits.exact_budget,
@@ -114,26 +130,34 @@ def _plain(name: str, value: float | None) -> str:
     return f"{value:,}" if name in WHOLE else f"{value:.15g}"
 
 
-def limits_of(typed: Typed) -> Limits:
+def limits_of(given: Given) -> Limits:
     """Return what was typed as limits; an empty field is no limit.
 
     Raises BadLimits, whose text names fields by their labels.
     """
-    values: dict[str, Any] = {name: _whole(name, typed.values[name]) for name in WHOLE}
-    values["runs_per_second"] = _number("runs_per_second", typed.values["runs_per_second"])
-    weight = _number("weight", typed.values["weight"])
+    values: dict[str, Any] = {name: _whole(name, given.values[name]) for name in WHOLE}
+    values["runs_per_second"] = _number("runs_per_second", given.values["runs_per_second"])
+    weight = _number("weight", given.values["weight"])
     if weight is None:
         raise BadLimits("Weight can’t be left out: 1 is the ordinary one.")
-    tools = None if typed.all_tools else _tools(typed.values["allowed_tools"])
+    tools = None if given.all_tools else _tools(given.values["allowed_tools"])
     limits = Limits(
         **values,
         weight=weight,
         allowed_tools=tools,
-        exact_budget=typed.exact_budget,
-        tier=typed.tier,
+        exact_budget=given.exact_budget,
+        tier=given.tier,
     )
     limits.check()
     return limits
+
+
+def estimate_of(given: Given) -> Typed:
+    """Return what was typed of load that nobody has measured.
+
+    Raises BadLimits for what is no number.
+    """
+    return Typed(**{name: _number(name, given.values[name], label) for name, label, _ in ESTIMATES})
 
 
 def _bare(text: str) -> str:
@@ -153,7 +177,7 @@ def _whole(name: str, text: str) -> int | None:
     return int(bare)
 
 
-def _number(name: str, text: str) -> float | None:
+def _number(name: str, text: str, label: str = "") -> float | None:
     bare = _bare(text)
     if not bare:
         return None
@@ -161,7 +185,9 @@ def _number(name: str, text: str) -> float | None:
     digits = whole + part
     # Not float(): that takes "nan", "1e9" and digits of other scripts.
     if not (digits.isascii() and digits.isdecimal()) or len(bare) > DIGITS_MOST:
-        raise BadLimits(f"{LABELS[name]} can’t be “{text[:40]}”: give a number such as 0.5.")
+        raise BadLimits(
+            f"{label or LABELS[name]} can’t be “{text[:40]}”: give a number such as 0.5."
+        )
     return float(bare)
 
 
@@ -173,7 +199,7 @@ def _tools(text: str) -> tuple[str, ...]:
 def in_labels(text: str) -> tuple[str, str]:
     """Return a refusal with labels for names of columns, and which field it is about, or ""."""
     about = ""
-    for name, label in LABELS.items():
+    for name, label in (LABELS | {name: label for name, label, _ in ESTIMATES}).items():
         if not about and text.startswith((name, label)):
             about = name
         # "tier" and "weight" are words as well.
@@ -390,21 +416,58 @@ class RoomLine:
 
 @dataclass(frozen=True)
 class Room:
-    """Whether a cell has room for its largest limit on top of normal load."""
+    """Whether a tenant's cell has room for limits on top of normal load."""
 
     lines: tuple[RoomLine, ...]
+    # Held against these quotas; False: the tenant has a model account of its own.
+    counts: bool
     fits: bool
+    # These limits would not be let hold.
+    refused: bool
     # Who does not fit, in sentences; the worst first.
     breaks: tuple[str, ...]
+    # The most that the limits let the tenant use, and by which of them.
+    most: str
+    # The tenant's own limit on top of normal load, as arithmetic, for each quota.
+    own: tuple[str, ...]
 
 
-def room(found: Headroom) -> Room:
-    """Return a headroom check as a page shows it."""
+def room(found: Assessed, tier: str) -> Room:
+    """Return what was held against a cell's quota as a page shows it."""
     return Room(
-        lines=tuple(_room_line(binding) for binding in found.bindings),
-        fits=found.fits,
-        breaks=tuple(_breaks(one) for one in found.breakers),
+        lines=tuple(_room_line(binding) for binding in found.headroom.bindings),
+        counts=tier == Tier.POOLED,
+        fits=found.headroom.fits,
+        refused=found.refused is not None,
+        breaks=tuple(_breaks(one) for one in found.headroom.breakers),
+        most=_most(found),
+        own=tuple(_own(found, tier)),
     )
+
+
+def _most(found: Assessed) -> str:
+    bound = {"rate": "the rate binds first", "slots": "runs at the same time bind first"}
+    if not found.after.bound_by:
+        return f"Nothing bounds how many runs {found.tenant} begins."
+    return (
+        f"At most {found.after.runs_per_minute:,.4g} runs a minute of {found.tenant}:"
+        f" {bound[found.after.bound_by]}."
+    )
+
+
+def _own(found: Assessed, tier: str) -> Iterator[str]:
+    if tier != Tier.POOLED:
+        return
+    for binding in found.headroom.bindings:
+        limit = found.after.load.of(binding.unit)
+        if limit is None or not math.isfinite(limit):
+            continue
+        peak = binding.normal + limit
+        under = "under" if peak < binding.room else "not under"
+        yield (
+            f"{count(binding.normal)} + {count(limit)} = {count(peak)} {binding.unit} a minute,"
+            f" {under} {count(binding.room)}."
+        )
 
 
 def _room_line(binding: Binding) -> RoomLine:
@@ -451,7 +514,7 @@ class LimitsPage:
     tenant: Tenant
     scope: Scope
     # The form that says what holds.
-    typed: Typed
+    form: Given
     # Every limit with its label, as a table has them.
     holds: tuple[tuple[str, str], ...]
     # None: the budget is not used up.
@@ -463,6 +526,8 @@ class LimitsPage:
     applied: Applied
     history: Page[Scope]
     versions: tuple[VersionLine, ...]
+    # Of the limits that hold.
+    room: Room
 
 
 def limits_page(tenant: Tenant, number: int, *, now: datetime) -> LimitsPage:
@@ -476,7 +541,7 @@ def limits_page(tenant: Tenant, number: int, *, now: datetime) -> LimitsPage:
     return LimitsPage(
         tenant=tenant,
         scope=scope,
-        typed=typed_of(limits, scope.version),
+        form=form_of(limits, scope.version),
         holds=tuple((label, shown(name, getattr(limits, name))) for name, label in LABELS.items()),
         spent_until=usage.spent_until,
         generation=most or 1,
@@ -485,7 +550,17 @@ def limits_page(tenant: Tenant, number: int, *, now: datetime) -> LimitsPage:
         applied=applied(tenant, now=now),
         history=page,
         versions=versions,
+        room=room(assess(tenant, now=now), scope.tier),
     )
+
+
+def dry_run(tenant: Tenant, given: Given, *, now: datetime) -> Room:
+    """Return whether there would be room for limits that are being typed; nothing is changed.
+
+    Raises BadLimits, BadEstimate.
+    """
+    limits = limits_of(given)
+    return room(assess(tenant, limits, typed=estimate_of(given), now=now), limits.tier)
 
 
 def _trial(trial: Trial | None, holds: Limits) -> TrialPanel | None:

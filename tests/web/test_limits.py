@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from capacity.models import UsageDay, UsageMinute
+from tenants import services as tenants_services
+from tenants.domain.limits import Limits
 from tenants.models import AuditEntry, PolicyEntry, RuntimeInstance, Scope, Tenant
 from tests import make
-from tests.web.conftest import People
+from tests.web.conftest import HTMX, People
 from tests.web.test_pages import text_of
 
 URL = "/tenants/acme/limits/"
@@ -235,6 +237,125 @@ def test_a_tier_stands_with_what_asks_for_it(
     assert "Nobody has entered the quota of cell-eu1-a" in page(people)
 
 
+@pytest.fixture
+def article(acme: Tenant, here: make.Cast, at: datetime) -> dict[str, str]:
+    """What article 004 says of a platform with a quota of 1,000 requests a minute."""
+    here.cell.quota_requests_per_minute = 1_000
+    here.cell.save()
+    for other in (here.bolt, here.core):
+        tenants_services.set_scope(
+            other, limits=Limits(runs_per_second=0.1), by="ada", reason="small", now=at
+        )
+    return {
+        "normal_requests_per_minute": "600",
+        "model_calls_per_run": "4",
+        "run_seconds": "12",
+    }
+
+
+def test_room_is_shown_before_anything_is_saved(
+    article: dict[str, str], acme: Tenant, people: People
+) -> None:
+    asked = {**GIVEN, **article}
+    html = people.operator.get(f"{URL}check/", asked, headers=HTMX).content.decode()
+    text = text_of(html)
+    assert "If you save this" in text
+    assert "Fits" in text
+    # 30 runs a minute of 4 calls on top of 600: 720, under 900.
+    assert "Normal load 600 + largest limit, acme 120 Peak 720 90 % of 1,000, the mark 900" in text
+    assert "At most 30 runs a minute of acme: the rate binds first." in text
+    assert "600 + 120 = 720 requests a minute, under 900." in text
+    assert 'width="60.00"' in html
+    assert 'x="60.00" width="12.00"' in html
+    assert Scope.objects.filter(tenant=acme).count() == 1
+
+
+def test_who_breaks_it_is_named_before_anything_is_saved(
+    article: dict[str, str], acme: Tenant, people: People
+) -> None:
+    asked = {**GIVEN, **article, "runs_per_second": "2", "max_concurrent_runs": ""}
+    text = text_of(people.operator.get(f"{URL}check/", asked, headers=HTMX).content.decode())
+    assert "Would be refused" in text
+    assert "acme breaks it: its 480 requests a minute with normal load make 1,080." in text
+    asked |= {"runs_per_second": ""}
+    text = text_of(people.operator.get(f"{URL}check/", asked, headers=HTMX).content.decode())
+    assert "acme has no limit in requests a minute, so nothing keeps room free." in text
+
+
+def test_slots_bind_where_they_carry_less_than_the_rate(
+    article: dict[str, str], acme: Tenant, people: People
+) -> None:
+    asked = {**GIVEN, **article, "runs_per_second": "2"}
+    text = text_of(people.operator.get(f"{URL}check/", asked, headers=HTMX).content.decode())
+    assert "At most 50 runs a minute of acme: runs at the same time bind first." in text
+
+
+def test_limits_without_room_are_refused_in_place_and_hold_when_somebody_insists(
+    article: dict[str, str], acme: Tenant, people: People
+) -> None:
+    asked = {**article, "runs_per_second": "2", "max_concurrent_runs": ""}
+    answer = post(people, "set", **asked)
+    assert answer.status_code == 409
+    html = answer.content.decode()
+    assert "acme breaks the headroom" in html
+    assert "Stay under 75 runs a minute" in html
+    assert "Would be refused" in html
+    for kept in ('value="2"', 'value="600"', 'value="nightly replay"'):
+        assert kept in html
+    assert Scope.objects.filter(tenant=acme).count() == 1
+    assert post(people, "set", override="on", **asked).status_code == 302
+    assert AuditEntry.objects.get(verb="tenant.override_headroom").reason == "nightly replay"
+
+
+def test_a_trial_needs_no_room_until_it_is_adopted(
+    article: dict[str, str], acme: Tenant, people: People
+) -> None:
+    acme.placement.cell.refresh_from_db()
+    assert post(people, "try", runs_per_second="50").status_code == 302
+    answer = post(people, "trial/adopt", trial="2")
+    assert answer.status_code == 409
+    assert "acme breaks the headroom" in answer.content.decode()
+    assert post(people, "trial/adopt", trial="2", override="on").status_code == 302
+    assert holding(acme).runs_per_second == 50.0
+
+
+def test_a_tenant_with_a_model_account_of_its_own_is_not_held_against_the_quota(
+    article: dict[str, str], acme: Tenant, people: People
+) -> None:
+    asked = {**GIVEN, **article, "runs_per_second": "50", "tier": "bridge"}
+    text = text_of(people.operator.get(f"{URL}check/", asked, headers=HTMX).content.decode())
+    assert "Fits" in text
+    assert "has a model account of its own" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"runs_per_second": "x"}, "New runs can’t be “x”"),
+        ({"model_calls_per_run": "-1"}, "Model calls of a typical run can’t be “-1”"),
+        ({"normal_requests_per_minute": "9" * 18}, "Normal requests a minute can&#x27;t be"),
+    ],
+    ids=["a limit", "an estimate", "an estimate too large"],
+)
+def test_what_can_not_be_checked_says_why(
+    changes: dict[str, str], said: str, acme: Tenant, people: People
+) -> None:
+    answer = people.operator.get(f"{URL}check/", {**GIVEN, **changes}, headers=HTMX)
+    assert answer.status_code == 200
+    assert "Not checked" in answer.content.decode()
+    assert said in answer.content.decode()
+    assert post(people, "set", **changes).status_code == 409
+
+
+def test_a_cell_without_a_quota_is_held_against_nothing(
+    acme: Tenant, here: make.Cast, people: People
+) -> None:
+    here.cell.quota_tokens_per_minute = None
+    here.cell.save()
+    assert "Nobody has entered a quota of cell-eu1-a" in page(people)
+    assert post(people, "set").status_code == 302
+
+
 def test_a_viewer_reads_and_is_offered_no_act(acme: Tenant, people: People) -> None:
     post(people, "set")
     html = people.viewer.get(URL).content.decode()
@@ -259,7 +380,7 @@ def test_a_thousand_versions_come_a_page_at_a_time_in_few_reads(
         )
         for number in range(2, 1_002)
     )
-    with django_assert_max_num_queries(40):
+    with django_assert_max_num_queries(48):
         text = page(people)
     assert "Runs at the same time: 1,000 → 1,001" in text
     # The last of a page is compared with the first of the next.
@@ -271,3 +392,14 @@ def test_an_unknown_tenant_has_no_limits(here: make.Cast, people: People) -> Non
     for path in ("", "applied/"):
         assert people.viewer.get(f"/tenants/nobody/limits/{path}").status_code == 404
     assert people.operator.post("/tenants/nobody/limits/set/", GIVEN).status_code == 404
+
+
+def test_others_without_a_limit_are_named_and_keep_nobody_from_saving(
+    acme: Tenant, here: make.Cast, people: People
+) -> None:
+    here.cell.quota_requests_per_minute = 1_000
+    here.cell.save()
+    text = page(people)
+    assert "Does not fit" in text
+    assert "bolt has no limit in requests a minute" in text
+    assert post(people, "set").status_code == 302
