@@ -67,14 +67,16 @@ def try_limits(request: HttpRequest, slug: str) -> HttpResponse:
 @access(Role.OPERATOR)
 def end_trial(request: HttpRequest, slug: str) -> HttpResponse:
     """Try the trial's limits no longer."""
-    return _of_trial(request, slug, tenants_services.end_trial)
+    seen = _seen(request, "trial")
+    return _act(request, tenant_of(slug), tenants_services.end_trial, seen=seen)
 
 
 @require_POST
 @access(Role.OPERATOR)
 def adopt_trial(request: HttpRequest, slug: str) -> HttpResponse:
     """Let the limits that are tried hold."""
-    return _of_trial(request, slug, services.adopt_trial, override=_ticked(request))
+    more = {"seen": _seen(request, "trial"), "override": request.POST.get("override") == "on"}
+    return _act(request, tenant_of(slug), services.adopt_trial, **more)
 
 
 @require_POST
@@ -94,28 +96,19 @@ def _save(
     tenant, given = tenant_of(slug), _given(request.POST)
     more: dict[str, Any] = {}
     try:
-        panel.check_seen(tenant, given.seen)
         limits = panel.limits_of(given)
         if room:
             more = {"typed": panel.estimate_of(given), "override": given.override}
     except Refused as refusal:
         return _page(request, tenant, given=given, refusal=refusal)
-    return _act(request, tenant, save, given=given, limits=limits, **more)
+    more |= {"limits": limits, "seen": _seen(request, "seen")}
+    return _act(request, tenant, save, given=given, **more)
 
 
-def _of_trial(
-    request: HttpRequest, slug: str, act: Callable[..., Any], **more: Any
-) -> HttpResponse:
-    tenant = tenant_of(slug)
-    try:
-        panel.check_trial(tenant, request.POST.get("trial", ""))
-    except Refused as refusal:
-        return _page(request, tenant, refusal=refusal)
-    return _act(request, tenant, act, **more)
-
-
-def _ticked(request: HttpRequest) -> bool:
-    return request.POST.get("override") == "on"
+def _seen(request: HttpRequest, name: str) -> int:
+    """Return the version that a form was made of; one that there never is where it names none."""
+    text = request.POST.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def _act(
@@ -146,7 +139,6 @@ def _given(given: Mapping[str, str]) -> panel.Given:
         all_tools=given.get("tools", "all") != "these",
         exact_budget=given.get("exact_budget") == "on",
         tier=text("tier"),
-        seen=text("seen"),
         reason=text("reason", TEXT_MAX),
         override=given.get("override") == "on",
     )
@@ -177,7 +169,7 @@ def _page(
         "page": page,
         "given": shown,
         # What was typed goes with what holds now: saving once more means this.
-        "seen": page.scope.version,
+        "seen": page.newest,
         "fields": [(*field, shown.values[field[0]]) for field in panel.FIELDS],
         "estimates": [(*field, shown.values[field[0]]) for field in panel.ESTIMATES],
         "wrong": about,

@@ -16,7 +16,6 @@ from capacity.domain.tiers import CRITERIA, MEANING, Measured, suggested
 from capacity.models import UsageMinute
 from capacity.queries import Trial, usage_page
 from capacity.room import Assessed, Typed, assess
-from durable.errors import Refused
 from tenants import queries
 from tenants.domain.fence import Accepts
 from tenants.domain.limits import BadLimits, Limits
@@ -65,14 +64,6 @@ LABELS = {
 WHOLE = ("max_concurrent_runs", "daily_token_budget", "max_model_calls_per_run")
 
 
-class LimitsChanged(Refused):
-    """Other limits hold by now than the form was made of."""
-
-
-class TrialChanged(Refused):
-    """Another trial runs by now, or none."""
-
-
 # --- the form -----------------------------------------------------------------------------------
 
 
@@ -84,14 +75,12 @@ class Given:
     all_tools: bool
     exact_budget: bool
     tier: str
-    # The version of limits that the form was made of.
-    seen: str = ""
     # That these limits hold although the cell has no room for them.
     override: bool = False
     reason: str = ""
 
 
-def form_of(limits: Limits, version: int) -> Given:
+def form_of(limits: Limits) -> Given:
     """Return the form that says what holds."""
     values = {name: _plain(name, getattr(limits, name)) for name, *_ in FIELDS}
     values["allowed_tools"] = "\n".join(limits.allowed_tools or ())
@@ -101,27 +90,7 @@ def form_of(limits: Limits, version: int) -> Given:
         all_tools=limits.allowed_tools is None,
         exact_budget=limits.exact_budget,
         tier=str(limits.tier),
-        seen=str(version),
     )
-
-
-def check_seen(tenant: Tenant, seen: str) -> None:
-    """Raise LimitsChanged unless the form was made of the version that holds."""
-    scope = queries.scope_of(tenant)
-    if seen != str(scope.version):
-        raise LimitsChanged(
-            f"{scope.by} has set version {scope.version} since you opened this page. Nothing was"
-            " saved; look at what it changed below, then save again."
-        )
-
-
-def check_trial(tenant: Tenant, seen: str) -> None:
-    """Raise TrialChanged unless the form was made of the trial that runs."""
-    runs = "" if tenant.trial is None else str(tenant.trial.version)
-    if seen != runs:
-        raise TrialChanged(
-            "Another trial runs by now, or none. Nothing was changed; look at the page again."
-        )
 
 
 def _plain(name: str, value: float | None) -> str:
@@ -513,6 +482,8 @@ class LimitsPage:
 
     tenant: Tenant
     scope: Scope
+    # The newest version, trials too: what a form that is sent back has seen.
+    newest: int
     # The form that says what holds.
     form: Given
     # Every limit with its label, as a table has them.
@@ -541,7 +512,8 @@ def limits_page(tenant: Tenant, number: int, *, now: datetime) -> LimitsPage:
     return LimitsPage(
         tenant=tenant,
         scope=scope,
-        form=form_of(limits, scope.version),
+        newest=Scope.objects.filter(tenant=tenant)[0].version,
+        form=form_of(limits),
         holds=tuple((label, shown(name, getattr(limits, name))) for name, label in LABELS.items()),
         spent_until=usage.spent_until,
         generation=most or 1,

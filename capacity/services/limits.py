@@ -40,6 +40,7 @@ def set_limits(
     limits: Limits,
     typed: Typed | None = None,
     override: bool = False,
+    seen: int | None = None,
     by: str,
     reason: str,
     now: datetime,
@@ -53,7 +54,9 @@ def set_limits(
     limits.check()
 
     def save() -> Scope:
-        return tenants_services.set_scope(tenant, limits=limits, by=by, reason=reason, now=now)
+        return tenants_services.set_scope(
+            tenant, limits=limits, seen=seen, by=by, reason=reason, now=now
+        )
 
     return _save(tenant, limits, save, typed, override, by=by, reason=reason, now=now)
 
@@ -63,6 +66,7 @@ def adopt_trial(
     *,
     typed: Typed | None = None,
     override: bool = False,
+    seen: int | None = None,
     by: str,
     reason: str,
     now: datetime,
@@ -79,7 +83,7 @@ def adopt_trial(
     limits = replace(tried, tier=holds.tier, weight=holds.weight)
 
     def save() -> Scope:
-        return tenants_services.adopt(tenant, by=by, reason=reason, now=now)
+        return tenants_services.adopt(tenant, seen=seen, by=by, reason=reason, now=now)
 
     return _save(tenant, limits, save, typed, override, by=by, reason=reason, now=now)
 

@@ -99,6 +99,7 @@ from tenants.services.registry import (
     verify_quota,
 )
 from tenants.services.scopes import (
+    LimitsChanged,
     NoTrial,
     adopt,
     end_trial,
@@ -130,6 +131,7 @@ __all__ = [
     "InstanceGone",
     "IsAMember",
     "LeasesRun",
+    "LimitsChanged",
     "MachinesRun",
     "MachinesStopped",
     "NoTrial",

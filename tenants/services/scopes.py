@@ -29,6 +29,10 @@ class NoTrial(Refused):
     """No limits are tried for the tenant, so there is nothing to end or to adopt."""
 
 
+class LimitsChanged(Refused):
+    """Somebody has written other limits since the caller looked."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A tenant whose cells and row this transaction has locked, with the limits that hold."""
@@ -38,30 +42,51 @@ class _Held:
 
 
 @transaction.atomic
-def set_scope(tenant: Tenant, *, limits: Limits, by: str, reason: str, now: datetime) -> Scope:
+def set_scope(
+    tenant: Tenant,
+    *,
+    limits: Limits,
+    seen: int | None = None,
+    by: str,
+    reason: str,
+    now: datetime,
+) -> Scope:
     """Let these limits hold for `tenant` from its instances' next poll on; return their version.
 
+    `seen`: the newest version that the caller has looked at, trials too; None: whatever there is.
     Limits that hold already make no version. Nobody looks here whether the cell's quota has room
-    for them: capacity.services.set_limits does. Raises ReasonMissing, BadLimits, PlacementChanged.
+    for them: capacity.services.set_limits does. Raises ReasonMissing, BadLimits, LimitsChanged,
+    PlacementChanged.
     """
     check_reason(reason)
     limits.check()
     held = _hold(tenant)
+    _check_seen(held, seen)
     scope = _set(held, limits, "tenant.set_limits", by=by, reason=reason, now=now)
     republish(held.tenant)
     return scope
 
 
 @transaction.atomic
-def try_scope(tenant: Tenant, *, limits: Limits, by: str, reason: str, now: datetime) -> Scope:
+def try_scope(
+    tenant: Tenant,
+    *,
+    limits: Limits,
+    seen: int | None = None,
+    by: str,
+    reason: str,
+    now: datetime,
+) -> Scope:
     """Count what these limits would refuse, and refuse nothing by them; return their version.
 
     They replace what was tried before. Tier and weight are not tried: they stay as they are,
-    whatever `limits` says. Raises ReasonMissing, BadLimits, PlacementChanged.
+    whatever `limits` says. `seen` as in `set_scope`. Raises ReasonMissing, BadLimits,
+    LimitsChanged, PlacementChanged.
     """
     check_reason(reason)
     limits.check()
     held = _hold(tenant)
+    _check_seen(held, seen)
     limits = replace(limits, tier=held.scope.tier, weight=held.scope.weight)
     before = _shown(held.tenant.trial)
     scope = _add(held, limits, trial=True, by=by, reason=reason, now=now)
@@ -70,27 +95,31 @@ def try_scope(tenant: Tenant, *, limits: Limits, by: str, reason: str, now: date
 
 
 @transaction.atomic
-def end_trial(tenant: Tenant, *, by: str, reason: str, now: datetime) -> Tenant:
+def end_trial(
+    tenant: Tenant, *, seen: int | None = None, by: str, reason: str, now: datetime
+) -> Tenant:
     """Try the tenant's trial limits no longer; return the tenant.
 
-    Raises NoTrial, ReasonMissing, PlacementChanged.
+    `seen`: the trial that the caller means; None: whichever runs. Raises NoTrial, LimitsChanged,
+    ReasonMissing, PlacementChanged.
     """
     check_reason(reason)
     held = _hold(tenant)
-    before = _shown(_trial(held))
+    before = _shown(_trial(held, seen))
     _note_trial(held, None, "tenant.end_trial", before, by=by, reason=reason, now=now)
     return held.tenant
 
 
 @transaction.atomic
-def adopt(tenant: Tenant, *, by: str, reason: str, now: datetime) -> Scope:
+def adopt(tenant: Tenant, *, seen: int | None = None, by: str, reason: str, now: datetime) -> Scope:
     """Let the limits that are tried hold, and end the trial; return their new version.
 
-    As `set_scope`. Raises NoTrial besides.
+    `seen`: the trial that the caller means; None: whichever runs. As `set_scope`. Raises NoTrial
+    besides.
     """
     check_reason(reason)
     held = _hold(tenant)
-    tried = queries.limits_of(_trial(held))
+    tried = queries.limits_of(_trial(held, seen))
     # Tier and weight may have been changed since the trial began.
     limits = replace(tried, tier=held.scope.tier, weight=held.scope.weight)
     scope = _set(held, limits, "tenant.adopt_trial", by=by, reason=reason, now=now)
@@ -196,11 +225,27 @@ def _add(held: _Held, limits: Limits, *, trial: bool, by: str, reason: str, now:
     )
 
 
-def _trial(held: _Held) -> Scope:
+def _check_seen(held: _Held, seen: int | None) -> None:
+    # Under the lock: of two people who save at once the second has seen what the first wrote.
+    newest = Scope.objects.filter(tenant=held.tenant).order_by("-version")[0]
+    if seen is not None and seen != newest.version:
+        what = "tried" if newest.trial else "set"
+        raise LimitsChanged(
+            f"{newest.by} has {what} version {newest.version} since you looked. Nothing was "
+            "changed; look at what it says, then save again."
+        )
+
+
+def _trial(held: _Held, seen: int | None) -> Scope:
     if held.tenant.trial is None:
         raise NoTrial(
             f"No limits are tried for {held.tenant}. Begin a trial first; it refuses nothing and "
             "counts what it would have refused."
+        )
+    if seen is not None and seen != held.tenant.trial.version:
+        raise LimitsChanged(
+            f"{held.tenant.trial.by} began another trial since you looked, version "
+            f"{held.tenant.trial.version}. Nothing was changed; look at it first."
         )
     return held.tenant.trial
 

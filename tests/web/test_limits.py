@@ -146,7 +146,7 @@ def test_a_form_of_limits_that_hold_no_longer_is_refused(
     answer = post(people, act, max_concurrent_runs="77")
     assert answer.status_code == 409
     html = answer.content.decode()
-    assert "olga has set version 2 since you opened this page" in html
+    assert "olga has set version 2 since you looked" in html
     assert 'value="77"' in html
     # Saving once more means it.
     assert 'name="seen" value="2"' in html
@@ -188,10 +188,10 @@ def test_a_trial_that_is_another_by_now_is_not_touched(
     act: str, acme: Tenant, people: People
 ) -> None:
     post(people, "try")
-    post(people, "try", runs_per_second="0.25")
+    post(people, "try", seen="2", runs_per_second="0.25")
     answer = post(people, act, trial="2")
     assert answer.status_code == 409
-    assert "Another trial runs by now" in answer.content.decode()
+    assert "olga began another trial since you looked, version 3" in answer.content.decode()
     acme.refresh_from_db()
     assert acme.trial is not None
     assert acme.trial.version == 3
@@ -403,3 +403,12 @@ def test_others_without_a_limit_are_named_and_keep_nobody_from_saving(
     assert "Does not fit" in text
     assert "bolt has no limit in requests a minute" in text
     assert post(people, "set").status_code == 302
+
+
+def test_a_trial_that_somebody_began_meanwhile_is_looked_at_first(
+    acme: Tenant, people: People
+) -> None:
+    post(people, "try")
+    answer = post(people, "set")
+    assert answer.status_code == 409
+    assert "olga has tried version 2 since you looked" in answer.content.decode()

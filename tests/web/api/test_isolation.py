@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from capacity import tasks
 from capacity.models import IsolationRun, SharedResource
 from durable.clock import database_now
 
@@ -58,3 +59,16 @@ def test_a_viewer_only_reads(viewer: Any) -> None:
     IsolationRun.objects.create(began_at=database_now(), by="olga", build="2026.3.1")
     [run] = viewer.get("/ops/isolation").json()["items"]
     assert (run["by"], run["passed"]) == ("olga", None)
+
+
+def test_a_release_gate_starts_a_run_and_looks_until_it_has_ended(
+    operator: Any, viewer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(tasks.isolation, "apply_async", lambda args, queue: sent.append(args))
+    assert viewer.post("/ops/isolation", {}).status_code == 403
+    started = operator.post("/ops/isolation", {})
+    assert started.status_code == 202
+    assert sent == [(started.json()["id"],)]
+    assert operator.post("/ops/isolation", {}).status_code == 409
+    assert len(sent) == 1
