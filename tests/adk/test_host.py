@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -34,46 +34,7 @@ from tests.runtime.wire import ControlPlane, DrivenClock, entry, make_client
 HI = scripted.message("hi")
 
 
-@pytest.fixture
-def plane() -> ControlPlane:
-    return ControlPlane()
-
-
-@pytest.fixture
-def clock() -> DrivenClock:
-    return DrivenClock()
-
-
-@pytest.fixture
-def client(plane: ControlPlane, clock: DrivenClock) -> PolicyClient:
-    client = make_client(plane, clock)
-    client.tick()
-    return client
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store.sqlite3"
-
-
 MakeHost = Callable[..., Host]
-
-
-@pytest.fixture
-async def make_host(client: PolicyClient, store: Path) -> AsyncIterator[MakeHost]:
-    hosts: list[Host] = []
-
-    def make(
-        runners: Callable[[Entry, Any], Runner] | None = None, client: PolicyClient = client
-    ) -> Host:
-        stores = {"pg-eu": sql_store(f"sqlite:///{store}")}
-        host = Host(client, stores, runners or scripted_runner())
-        hosts.append(host)
-        return host
-
-    yield make
-    for host in hosts:
-        await host.close()
 
 
 @pytest.fixture

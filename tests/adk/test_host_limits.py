@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from datetime import timedelta
 from pathlib import Path
@@ -40,38 +40,7 @@ def plane() -> ControlPlane:
     return plane
 
 
-@pytest.fixture
-def clock() -> DrivenClock:
-    return DrivenClock()
-
-
-@pytest.fixture
-def client(plane: ControlPlane, clock: DrivenClock) -> PolicyClient:
-    client = make_client(plane, clock)
-    client.tick()
-    return client
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store.sqlite3"
-
-
 MakeHost = Callable[..., Host]
-
-
-@pytest.fixture
-async def make_host(client: PolicyClient, store: Path) -> AsyncIterator[MakeHost]:
-    hosts: list[Host] = []
-
-    def make(runners: Any = None, client: PolicyClient = client) -> Host:
-        stores = {"pg-eu": sql_store(f"sqlite:///{store}")}
-        hosts.append(Host(client, stores, runners or plain()))
-        return hosts[-1]
-
-    yield make
-    for host in hosts:
-        await host.close()
 
 
 @pytest.fixture
@@ -84,10 +53,6 @@ async def with_sessions(host: Host | TierPools) -> Any:
     for number in range(4):
         await host.create_session("acme", "u1", session_id=f"s{number}")
     return host
-
-
-def plain(delay: float = 0.0) -> Callable[[Entry, Any], Runner]:
-    return lambda entry, service: scripted.build_runner(entry.app_name, service, delay=delay)
 
 
 def guarded(client: PolicyClient, delay: float = 0.0) -> Callable[[Entry, Any], Runner]:

@@ -13,10 +13,9 @@ from capacity.services import divide
 from durable.clock import database_now
 from tenants import services
 from tenants.domain.limits import Limits
-from tenants.domain.roles import TokenRole
 from tenants.models import RuntimeInstance, UsageLine
 from tests import make
-from tests.runtime.test_with_server import Network
+from tests.runtime.test_with_server import Network, make_agent, runtime_secret
 from tests.runtime.wire import DrivenClock
 
 LIMIT = 7
@@ -33,29 +32,10 @@ Join = Callable[[str], PolicyClient]
 
 @pytest.fixture
 def join(cast: make.Cast, clock: DrivenClock) -> Join:
-    now = database_now()
-    _, secret = services.make_token(
-        "agents",
-        role=TokenRole.RUNTIME,
-        cells=[cast.cell],
-        expires_at=now + timedelta(days=1),
-        by=make.BY,
-        now=now,
-    )
+    secret = runtime_secret(cast.cell)
 
     def join(name: str) -> PolicyClient:
-        agent = PolicyClient(
-            "http://plane.invalid",
-            secret,
-            cell=cast.cell.slug,
-            name=name,
-            build="b1",
-            stores=[cast.store.key],
-            longest_turn_seconds=60,
-            longest_tool_seconds=30,
-            transport=Network(),
-            clock=clock,
-        )
+        agent = make_agent(cast, secret, name=name, transport=Network(), clock=clock)
         tick(agent)
         return agent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from django.db import transaction
@@ -14,7 +15,7 @@ from agent_runtime.transport import Answer
 from durable.clock import database_now
 from tenants import queries, services
 from tenants.domain.roles import TokenRole
-from tenants.models import Counter, DirtyLine, RuntimeInstance, UsageLine
+from tenants.models import Cell, Counter, DirtyLine, RuntimeInstance, UsageLine
 from tests import make
 from tests.runtime.wire import DrivenClock
 
@@ -47,30 +48,37 @@ def network() -> Network:
     return Network()
 
 
-@pytest.fixture
-def agent(cast: make.Cast, network: Network, clock: DrivenClock) -> PolicyClient:
-    """An instance of the cast's first cell, after its first round."""
+def runtime_secret(cell: Cell) -> str:
+    """A fresh token of agents that may serve `cell`."""
     now = database_now()
     _, secret = services.make_token(
         "agents",
         role=TokenRole.RUNTIME,
-        cells=[cast.cell],
+        cells=[cell],
         expires_at=now + timedelta(days=1),
         by=make.BY,
         now=now,
     )
-    agent = PolicyClient(
-        "http://plane.invalid",
-        secret,
-        cell=cast.cell.slug,
-        name="agent-1",
-        build="b1",
-        stores=[cast.store.key],
-        longest_turn_seconds=60,
-        longest_tool_seconds=30,
-        transport=network,
-        clock=clock,
-    )
+    return secret
+
+
+def make_agent(cast: make.Cast, secret: str, **changes: Any) -> PolicyClient:
+    """An instance of the cast's first cell that has not joined."""
+    options: dict[str, Any] = {
+        "cell": cast.cell.slug,
+        "name": "agent-1",
+        "build": "b1",
+        "stores": [cast.store.key],
+        "longest_turn_seconds": 60,
+        "longest_tool_seconds": 30,
+    }
+    return PolicyClient("http://plane.invalid", secret, **options | changes)
+
+
+@pytest.fixture
+def agent(cast: make.Cast, network: Network, clock: DrivenClock) -> PolicyClient:
+    """An instance of the cast's first cell, after its first round."""
+    agent = make_agent(cast, runtime_secret(cast.cell), transport=network, clock=clock)
     agent.tick()
     assert agent.trouble == ""
     return agent
@@ -214,26 +222,7 @@ def test_ids_that_no_column_can_hold_cost_no_report(agent: PolicyClient, cast: m
 
 
 def test_a_token_of_another_cell_serves_nothing(cast: make.Cast, network: Network) -> None:
-    now = database_now()
-    _, secret = services.make_token(
-        "others",
-        role=TokenRole.RUNTIME,
-        cells=[cast.other_cell],
-        expires_at=now + timedelta(days=1),
-        by=make.BY,
-        now=now,
-    )
-    agent = PolicyClient(
-        "http://plane.invalid",
-        secret,
-        cell=cast.cell.slug,
-        name="agent-2",
-        build="b1",
-        stores=[],
-        longest_turn_seconds=60,
-        longest_tool_seconds=30,
-        transport=network,
-    )
+    agent = make_agent(cast, runtime_secret(cast.other_cell), transport=network)
     agent.tick()
     assert not agent.ready
     assert cast.cell.slug in agent.trouble
