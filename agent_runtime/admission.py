@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +38,11 @@ SLOT_RETRY_SECONDS = 1.0
 BUDGET_RETRY_SECONDS = 60.0
 # The longest hint: limits are live, so it is worth asking again.
 MAX_RETRY_SECONDS = 60.0
-# A bucket's level is remembered so long after its tenant's share was taken away. Shares wander
-# between instances: each that comes back must not bring a run that nobody granted.
+# A bucket's level is remembered so long after its tenant's share was taken away, or for as long
+# as a run takes to come in at its rate; a day at most. Shares wander between instances: each that
+# comes back must not bring a run that nobody granted.
 LEVEL_REMEMBERED_SECONDS = 60.0
+LEVEL_REMEMBERED_MOST = 86_400.0
 # Ten additions of 0.1 are less than 1.
 _ROUNDING = 1e-9
 
@@ -241,7 +243,7 @@ class Shares:
         # Boot time until which the shares hold in full.
         self._until = -math.inf
         self._held: dict[str, _Held] = {}
-        # Tenants whose share was taken away, with the boot time of that.
+        # Tenants whose share was taken away, with the boot time until which that matters.
         self._former: dict[str, tuple[float, _Held]] = {}
 
     @property
@@ -267,13 +269,18 @@ class Shares:
         self._usage.granted([t for t, share in tenants.items() if share.tokens_left is not None])
         now = self._clock.boottime()
         with self._lock:
-            for held in self._held.values():
-                held.tune(self._until, now)
-            self._remember(set(self._held) - set(tenants), now)
+            lapsed = now >= self._until
+            self._remember(self._held.keys() - tenants.keys(), now)
             held_now: dict[str, _Held] = {}
             for tenant, share in tenants.items():
                 had = self._held.get(tenant)
-                if had is None and tenant in self._former:
+                if had is not None:
+                    if had.share == share and not lapsed:
+                        # Most of a large document: its buckets go on as they are.
+                        held_now[tenant] = had
+                        continue
+                    had.tune(self._until, now)
+                elif tenant in self._former:
                     had = self._former.pop(tenant)[1]
                 held_now[tenant] = _Held(share, now, had)
             self._held = held_now
@@ -296,9 +303,7 @@ class Shares:
         """Hold nothing, as an instance that has just joined."""
         now = self._clock.boottime()
         with self._lock:
-            for held in self._held.values():
-                held.tune(self._until, now)
-            self._remember(set(self._held), now)
+            self._remember(self._held.keys(), now)
             self._held = {}
             self._number = 0
             self._until = -math.inf
@@ -412,19 +417,19 @@ class Shares:
             return math.inf
         return min(limit for limit in limits if limit is not None)
 
-    def _remember(self, tenants: set[str], now: float) -> None:
+    def _remember(self, tenants: Set[str], now: float) -> None:
         """Keep the levels of tenants whose share is taken away, for a while. The lock is held."""
-        self._former = {
-            tenant: (at, held)
-            for tenant, (at, held) in self._former.items()
-            if now - at < LEVEL_REMEMBERED_SECONDS
-        }
+        self._former = {t: one for t, one in self._former.items() if now < one[0]}
         for tenant in tenants:
             held = self._held[tenant]
+            held.tune(self._until, now)
+            slowest = LEVEL_REMEMBERED_SECONDS
             for bucket in (held.runs, held.tokens):
                 if bucket is not None:
+                    if bucket.rate:
+                        slowest = max(slowest, 1 / bucket.rate)
                     bucket.tune(0.0, bucket.burst, now)
-            self._former[tenant] = (now, held)
+            self._former[tenant] = (now + min(slowest, LEVEL_REMEMBERED_MOST), held)
 
 
 @dataclass(slots=True)

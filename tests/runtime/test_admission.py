@@ -345,6 +345,19 @@ def test_a_share_that_wanders_brings_nothing_that_was_not_granted(
     assert begun >= 4
 
 
+def test_a_slow_share_that_comes_back_late_brings_nothing_either(
+    admission: Admission, shares: Shares, clock: DrivenClock
+) -> None:
+    tenant = of(runs_per_second=1.0)
+    grant(shares, clock, acme=share(0.01))
+    assert refusal(admission, tenant) is None
+    grant(shares, clock, 2)
+    clock.advance(90)
+    grant(shares, clock, 3)
+    grant(shares, clock, 4, acme=share(0.01))
+    assert reason(admission, tenant) == "rate"
+
+
 def test_a_smaller_share_lets_nobody_in_until_enough_have_left(
     admission: Admission, shares: Shares, clock: DrivenClock
 ) -> None:
