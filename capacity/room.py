@@ -90,7 +90,8 @@ def assess(
     """
     said = Typed() if typed is None else typed
     said.check()
-    cell = tenant.placement.cell
+    # Read afresh: a caller's tenant may be from before a move, or before its quota was verified.
+    cell = Cell.objects.get(placements__tenant=tenant)
     holds = tenants_queries.limits_of(tenants_queries.scope_of(tenant))
     asked = holds if limits is None else limits
     measured, runs, usual = _measured(cell, now)
