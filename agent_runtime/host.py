@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from agent_runtime.admission import budget_spent
@@ -78,7 +80,7 @@ class _Handover:
         self._asked = self._loop.create_future()
         await self._asked
 
-    def end(self, _: object = None) -> None:
+    def end(self) -> None:
         """Let the reader find the end, now or when it asks."""
         self._event = _END
         _wake(self._given)
@@ -93,6 +95,40 @@ class _Handover:
         if event is not _END:
             self._event = _NOTHING
         return event
+
+
+class _Cut:
+    """Cancels the block at its turn's deadline, and raises TurnTooLong.
+
+    Not an asynccontextmanager: each of those is an async generator that the loop keeps book of,
+    which is felt where a turn costs a few dozen microseconds.
+    """
+
+    __slots__ = ("_host", "_scope", "_turn")
+
+    def __init__(self, host: Host, turn: Turn) -> None:
+        self._host = host
+        self._turn = turn
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._host.cut_at(self._turn.deadline, self._scope)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._host.let_go(self._scope)
+        try:
+            await self._scope.__aexit__(kind, error, traceback)
+        except TimeoutError as cut:
+            raise self._host.too_long(self._turn.entry.tenant) from cut
+        if self._scope.expired() and (kind is None or issubclass(kind, TimeoutError)):
+            # It was cut, and ended in its own way.
+            raise self._host.too_long(self._turn.entry.tenant)
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:
@@ -189,6 +225,9 @@ class Host:
         """Hold nothing. A forked child drops its parent's connections without a word to them."""
         self._pid = os.getpid()
         self._services: dict[str, Any] = {}
+        # When what runs is cut, in boot time.
+        self._deadlines: dict[asyncio.Timeout, float] = {}
+        self._watch: asyncio.TimerHandle | None = None
         self._cache = RunnerCache(
             self._build,
             self._client.runners,
@@ -255,8 +294,7 @@ class Host:
             )
         )
         self._turns.add(turn)
-        turn.add_done_callback(self._ended)
-        turn.add_done_callback(events.end)
+        turn.add_done_callback(partial(self._ended, events))
         try:
             while (event := await events.next()) is not _END:
                 yield event
@@ -443,7 +481,9 @@ class Host:
         async with self._entered(ask) as turn:
             return await write(turn.entry, self._service(turn.entry))
 
-    def _ended(self, turn: asyncio.Task[None]) -> None:
+    def _ended(self, events: _Handover, turn: asyncio.Task[None]) -> None:
+        # Said already, but for a turn that was cancelled before its first step.
+        events.end()
         self._turns.discard(turn)
         if not turn.cancelled():
             turn.exception()  # Looked at; the reader that would raise it may be gone.
@@ -456,7 +496,7 @@ class Host:
             with fence.enter(
                 ask.tenant, ask.placement_version, sent_on=ask.sent_on, asks_store=True
             ) as turn:
-                async with self._cut(ask.tenant, turn):
+                async with _Cut(self, turn):
                     if turn.known_only:
                         # Counted in by now: whoever is let in is waited for, if the source
                         # closes between this look and the first write.
@@ -525,38 +565,38 @@ class Host:
             config=_NoEvents(),
         )
 
-    @asynccontextmanager
-    async def _cut(self, tenant: str, turn: Turn) -> AsyncIterator[None]:
-        """Cancel the block at the turn's deadline, and raise TurnTooLong."""
-        loop = asyncio.get_running_loop()
-        scope = asyncio.timeout(None)
-        handle: asyncio.TimerHandle | None = None
+    def cut_at(self, deadline: float, scope: asyncio.Timeout) -> None:
+        """Let `scope` end at boot time `deadline`."""
+        self._deadlines[scope] = deadline
+        if self._watch is None or self._client.longest_turn_seconds < WATCH_SECONDS:
+            self._look_at_deadlines()
 
-        def watch() -> None:
-            # asyncio's clock stands still while the machine is suspended, and the control
-            # plane's doesn't: the deadline is on the lease's clock, and looked at often.
-            nonlocal handle
-            left = turn.deadline - self._client.clock.boottime()
-            if left <= 0:
+    def let_go(self, scope: asyncio.Timeout) -> None:
+        """Forget a scope that has ended."""
+        self._deadlines.pop(scope, None)
+
+    def too_long(self, tenant: str) -> TurnTooLong:
+        """Return what a turn of `tenant` raises that was cut."""
+        seconds = self._client.longest_turn_seconds
+        return TurnTooLong(f"a turn of {tenant} was cut after {seconds:g} s")
+
+    def _look_at_deadlines(self) -> None:
+        """Cut what has run for too long; one timer for all turns costs each of them less."""
+        # asyncio's clock stands still while the machine is suspended, and the control plane's
+        # doesn't: deadlines are on the lease's clock, and looked at often.
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        loop, now = asyncio.get_running_loop(), self._client.clock.boottime()
+        wait = WATCH_SECONDS
+        for scope, deadline in list(self._deadlines.items()):
+            if deadline <= now:
+                del self._deadlines[scope]
                 scope.reschedule(loop.time())
             else:
-                handle = loop.call_later(min(left, WATCH_SECONDS), watch)
-
-        try:
-            async with scope:
-                watch()
-                try:
-                    yield
-                finally:
-                    if handle is not None:
-                        handle.cancel()
-        except TimeoutError:
-            if not scope.expired():
-                raise
-        if scope.expired():
-            raise TurnTooLong(
-                f"a turn of {tenant} was cut after {self._client.longest_turn_seconds:g} s"
-            )
+                wait = min(wait, deadline - now)
+        if self._deadlines:
+            self._watch = loop.call_later(wait, self._look_at_deadlines)
 
     def _service(self, entry: Entry) -> Any:
         self._check_process()

@@ -14,8 +14,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Literal, Protocol
 
 from agent_runtime.clock import Clock
@@ -150,6 +149,34 @@ class Kept:
         self.evicted = False
 
 
+class Use:
+    """One use of a Runner, for the length of a block.
+
+    Not an asynccontextmanager: each of those is an async generator that the loop keeps book of,
+    which is felt where a turn costs a few dozen microseconds.
+    """
+
+    __slots__ = ("_ask", "_cache", "_kept")
+
+    def __init__(self, cache: RunnerCache, entry: Entry, service: Any, weigh: bool) -> None:
+        self._cache = cache
+        self._ask = (entry, service, weigh)
+
+    async def __aenter__(self) -> Kept:
+        kept = self._kept = self._cache.hold(*self._ask)
+        if kept.runner is None and kept.build is not None:
+            try:
+                # Shielded: others wait for it too.
+                await asyncio.shield(kept.build)
+            except BaseException:
+                self._cache.let_go(kept)
+                raise
+        return kept
+
+    async def __aexit__(self, *_: object) -> None:
+        self._cache.let_go(self._kept)
+
+
 class RunnerCache:
     """Keeps the Runners of one Host. Belongs to its event loop."""
 
@@ -179,13 +206,16 @@ class RunnerCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    @asynccontextmanager
-    async def use(self, entry: Entry, service: Any, *, weigh: bool = False) -> AsyncIterator[Kept]:
+    def use(self, entry: Entry, service: Any, *, weigh: bool = False) -> Use:
         """Have the tenant's Runner while the block runs; it is built if need be, once for all.
 
         An eviction takes it out of the cache, never from under the block. `weigh`: measure what
         a build of it takes up. Raises WrongRunner, and whatever the factory raises.
         """
+        return Use(self, entry, service, weigh)
+
+    def hold(self, entry: Entry, service: Any, weigh: bool) -> Kept:
+        """Begin to use the tenant's Runner, and to build it where there is none."""
         key = (entry.tenant, entry.store_key, entry.runner_generation)
         kept = self._kept.get(key)
         if kept is None:
@@ -197,16 +227,14 @@ class RunnerCache:
             kept.build.add_done_callback(lambda task: task.cancelled() or task.exception())
         kept.users += 1
         self._touch(kept)
-        try:
-            if kept.runner is None and kept.build is not None:
-                # Shielded: others wait for it too.
-                await asyncio.shield(kept.build)
-            yield kept
-        finally:
-            kept.users -= 1
-            self._touch(kept)
-            if kept.evicted and not kept.users:
-                self._close(kept)
+        return kept
+
+    def let_go(self, kept: Kept) -> None:
+        """End a use of it."""
+        kept.users -= 1
+        self._touch(kept)
+        if kept.evicted and not kept.users:
+            self._close(kept)
 
     def sweep(self, policy: Policy | None) -> None:
         """Drop what was idle for too long, and what `policy` allows nobody to use any more."""

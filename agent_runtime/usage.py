@@ -253,7 +253,8 @@ def _can_be_sent(word: str) -> bool:
     Whoever may begin a turn chooses these: one that is no text, or longer than any column, would
     have the whole report refused, again and again.
     """
-    return len(word) <= MAX_ID and "\0" not in word and not _SURROGATE.search(word)
+    fits = len(word) <= MAX_ID and "\0" not in word
+    return fits and (word.isascii() or not _SURROGATE.search(word))
 
 
 def _wire(key: Served) -> dict[str, str]:
