@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from django.db.models import Q
+
 from durable.errors import Refused
 from migrations_app import ports, queries
 from migrations_app.domain.phases import ENDED, Phase
-from migrations_app.models import SideChannel, TenantMigration
+from migrations_app.models import ArtifactVersion, SideChannel, TenantMigration
 from migrations_app.ports import artifacts
 from migrations_app.ports.base import START, Finding, StoreRefused, Survey
 from migrations_app.ports.channel import check as check_step
@@ -481,7 +483,10 @@ def _both(
         told = f"{target} can't hold {count:,} of their names, such as {example}: {reason}"
         checks = [Check(ARTIFACTS, False, told)]
     if holds_artifacts(theirs):
+        # Both: behind the closed guard row nobody but that move wrote, and it wrote some.
         leftovers, _ = _held(tenant, target, move)
+        if not left_artifacts(tenant, target):
+            leftovers = None
         detail = f"what {leftovers} left will be removed first"
         if leftovers is None:
             detail = (
@@ -493,6 +498,13 @@ def _both(
         if side.caveat:
             checks.append(Check(f"{name.title()}'s artifacts", None, side.caveat))
     return checks, findings
+
+
+def left_artifacts(tenant: Tenant, store: Store) -> bool:
+    """Return whether an ended move of the tenant kept artifacts at a store, which may lie there."""
+    sides = Q(source_store=store) | Q(target_store=store)
+    ended = tenant.moves.filter(sides, phase__in=ENDED)
+    return ArtifactVersion.objects.filter(move__in=ended).exists()
 
 
 def _names(

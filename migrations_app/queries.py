@@ -146,6 +146,11 @@ def unsettled(rows: QuerySet[Mismatch]) -> QuerySet[Mismatch]:
     return rows.filter(accepted_at=None)
 
 
+def late_artifacts(move: TenantMigration) -> QuerySet[Mismatch]:
+    """Return the late writes of artifacts."""
+    return late_writes(move).exclude(artifact="")
+
+
 def late_shared(move: TenantMigration) -> QuerySet[Mismatch]:
     """Return the late writes of shared state, which no session's stamp shows."""
     return late_writes(move).filter(session_id="", part="app")

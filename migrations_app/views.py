@@ -526,7 +526,7 @@ def accept(request: HttpRequest, pk: int) -> HttpResponse:
 def mismatch(request: HttpRequest, pk: int, mismatch_pk: int) -> HttpResponse:
     """Both sides of one mismatch. Values may be secrets, so viewers don't see them."""
     now, (seen, row) = database_now(), _mismatch(pk, mismatch_pk)
-    diff, refused = _diff(seen.move, row)
+    diff, refused = _diff(seen.move, row, request.GET.get("page"))
     if diff is not None:
         by = request.user.get_username()
         services.note_values_read(seen.move, f"mismatch {row.pk}", by=by, now=now)
@@ -549,9 +549,11 @@ def _mismatch(pk: int, mismatch_pk: int) -> tuple[Seen, Mismatch]:
     return seen, row
 
 
-def _diff(move: TenantMigration, row: Mismatch) -> tuple[diff_panel.Diff | None, str]:
+def _diff(
+    move: TenantMigration, row: Mismatch, page: str | None
+) -> tuple[diff_panel.Diff | None, str]:
     try:
-        return diff_panel.diff(move, row), ""
+        return diff_panel.diff(move, row, page=page), ""
     except Refused as refusal:
         return None, str(refusal)
 

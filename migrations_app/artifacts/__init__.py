@@ -22,6 +22,7 @@ from migrations_app.ports.base import Key
 
 __all__ = [
     "Prepared",
+    "find_late",
     "find_references",
     "go_along",
     "left",
@@ -54,6 +55,18 @@ def sweep(move: TenantMigration, *, meter: Meter, timer: Timer, clock: Clock, wr
     with sides.both(move) as (read, written):
         work = Sweep(move, read, written, meter=meter, timer=timer, clock=clock, write=write)
         return work.run()
+
+
+def find_late(move: TenantMigration, *, timer: Timer, clock: Clock) -> Swept:
+    """Name the artifacts of the move's closed source that are not as the cutover left them.
+
+    Walks its users (cursor_user). Nothing where no artifacts went along.
+    """
+    if not move.artifacts_apart:
+        return Swept(Key("", ""), 0, finished=True)
+    with sides.one(move, "target") as read, sides.one(move, "source") as written:
+        work = Sweep(move, read, written, meter=Meter(), timer=timer, clock=clock, write=False)
+        return work.find_late()
 
 
 def repair(move: TenantMigration, *, meter: Meter, clock: Clock) -> int:

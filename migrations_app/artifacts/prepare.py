@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from durable.driver import holding
 from migrations_app.artifacts import removal, sides
 from migrations_app.copying import Timer
 from migrations_app.models import TenantMigration
@@ -57,10 +56,7 @@ def prepare(move: TenantMigration, *, leftovers: bool, timer: Timer) -> Prepared
                     " who writes there; they were left as they are."
                 )
                 return Prepared(True, Check(ARTIFACTS, False, detail))
-            with holding(move):
-                # Only looked at: what follows can't be taken back.
-                pass
-            if not removal.clear(theirs, timer=timer):
+            if not removal.clear(move, theirs, timer=timer):
                 return Prepared(True, None, cleared=False)
     detail = "a word written to one place is not seen in the other"
     return Prepared(True, Check(ARTIFACTS, True, detail))

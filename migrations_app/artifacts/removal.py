@@ -57,18 +57,30 @@ def left(move: TenantMigration) -> int:
     return move.artifact_versions.values("user_id", "session_id", "name").distinct().count()
 
 
-def clear(side: Side, *, timer: Timer) -> bool:
-    """Remove all of the tenant's artifacts on one side; return whether nothing is left."""
+def clear(move: TenantMigration, side: Side, *, timer: Timer) -> bool:
+    """Remove all of the tenant's artifacts on one side; return whether nothing is left.
+
+    What is gone is not found again, so that another step goes on in the middle of a user.
+    """
     after = ""
     while users := side.port.users(after, PAGE):
         for user in users:
             for name in side.port.listing(user):
+                _look_at_claim(move)
                 side.port.delete(user, name)
+                if timer.out:
+                    return False
             side.port.forget_user(user)
             after = user
             if timer.out:
                 return False
     return True
+
+
+def _look_at_claim(move: TenantMigration) -> None:
+    with holding(move):
+        # Only looked at: what follows can't be taken back, and is a later claim's if there is one.
+        pass
 
 
 def _remove(
@@ -78,9 +90,7 @@ def _remove(
     lines: Sequence[ArtifactVersion],
     listing: Listing,
 ) -> None:
-    with holding(move):
-        # Only looked at: what follows can't be taken back, and is a later claim's if there is one.
-        pass
+    _look_at_claim(move)
     listed = _listed(side, listing, lines[0])
     if listed is not None:
         side.port.delete(user, listed)

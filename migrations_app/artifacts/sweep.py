@@ -135,6 +135,49 @@ class Sweep:
         self._finish()
         return Swept(Key(after, ""), passed, finished=True)
 
+    def find_late(self) -> Swept:
+        """Look, in SOAK, for what somebody wrote at the closed source since the cutover.
+
+        Only that side is read, and bytes only where a stamp is not the recorded one. Goes on from
+        the move's cursor, in users. What was deleted there is found by the way back, as for
+        sessions.
+        """
+        after, passed = self.move.cursor_user, 0
+        self.back, self.thorough = True, False
+        while users := self.written.port.users(after, PAGE):
+            for user in users:
+                self._late(user)
+                after, passed = user, passed + 1
+                if self.timer.out:
+                    return Swept(Key(after, ""), passed, finished=False)
+        # Of whom nothing is there any more.
+        told = queries.late_artifacts(self.move).order_by().values_list("user_id", flat=True)
+        for user in told.distinct():
+            self._late(user)
+        return Swept(Key(after, ""), passed, finished=True)
+
+    def _late(self, user: str) -> None:
+        desk = Desk(user)
+        self._list(desk, self.written, desk.there)
+        self._own_lines(desk)
+        late = set()
+        for name in desk.there:
+            lines = desk.lines.get(name, [])
+            if any(not self.written.digest(line) for line in lines):
+                # Being written when a rollback was stopped: what is unknown there is ours.
+                continue
+            changes = self._changes(desk, name, lines)
+            if changes.extra or changes.altered:
+                late.add(name)
+                self._report_late(desk, name)
+        self._keep_proven()
+        # What was named and is as recorded again, or gone.
+        told = queries.late_artifacts(self.move).filter(user_id=user)
+        rows = told.values_list("pk", "session_id", "artifact")
+        if pks := [pk for pk, session, name in rows if Name(session, name) not in late]:
+            with holding(self.move):
+                Mismatch.objects.filter(pk__in=pks).update(resolved_at=self.clock())
+
     def _users(self, after: str, within: str) -> list[str]:
         """Return the next users of either side, or named by us, in order; first the one begun."""
         if within:
@@ -208,9 +251,12 @@ class Sweep:
             self._list(desk, self.written, desk.there)
         versions = sum(len(found.versions) for found in desk.here.values())
         self.meter.count["artifact look"] += versions
-        for line in self._lines().filter(user_id=user).order_by("source_version"):
-            desk.lines.setdefault(Name(line.session_id, line.name), []).append(line)
+        self._own_lines(desk)
         return desk
+
+    def _own_lines(self, desk: Desk) -> None:
+        for line in self._lines().filter(user_id=desk.user).order_by("source_version"):
+            desk.lines.setdefault(Name(line.session_id, line.name), []).append(line)
 
     def _list(self, desk: Desk, side: Side, into: dict[Name, Found]) -> None:
         for listed, versions in side.port.listing(desk.user).items():

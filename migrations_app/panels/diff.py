@@ -5,16 +5,24 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import chain, zip_longest
 from typing import Any
 
+from django.core.paginator import Page, Paginator
+
 from migrations_app import ports
 from migrations_app.domain.mismatch import Looks
 from migrations_app.models import Mismatch, TenantMigration
-from migrations_app.ports.artifacts import ArtifactStore, ArtifactUnreadable, Name, spell
+from migrations_app.ports.artifacts import (
+    ArtifactStore,
+    ArtifactUnreadable,
+    Name,
+    Versions,
+    spell,
+)
 from migrations_app.ports.base import Key, SessionStore, shared_pages
 from migrations_app.preflight import opened_artifacts
 from tenants.models import Store
@@ -24,6 +32,10 @@ DIFF_LINES = 2_000
 Side = Mapping[str, Any] | None
 # Equal lines shown around each difference.
 CONTEXT = 3
+# Versions of an artifact that are read at once, the youngest first: each is loaded whole for its
+# digest. A file has some more of them.
+VERSIONS_SHOWN = 25
+VERSIONS_IN_FILE = 200
 
 
 @dataclass(frozen=True)
@@ -43,15 +55,18 @@ class Diff:
     cut: bool
     source: bool
     target: bool
+    # Of an artifact's version numbers, the youngest first. None: it is no artifact.
+    page: Page[int] | None = None
 
 
-def diff(move: TenantMigration, mismatch: Mismatch) -> Diff:
-    """Read both sides of a mismatch and lay them beside each other.
+def diff(move: TenantMigration, mismatch: Mismatch, *, page: str | None = None) -> Diff:
+    """Read both sides of a mismatch and lay them beside each other; of an artifact a page.
 
     Raises StoreRefused where a store can't be read. Values may be secrets: only operators see them.
     """
+    shown = None
     if mismatch.artifact:
-        ours, theirs = _artifacts(move, mismatch)
+        ours, theirs, shown = _artifacts(move, mismatch, page, most=VERSIONS_SHOWN)
     else:
         with _both(move) as sides:
             ours, theirs = _read(sides, mismatch)
@@ -61,7 +76,11 @@ def diff(move: TenantMigration, mismatch: Mismatch) -> Diff:
     )
     lines = list(_beside(left, right))
     return Diff(
-        tuple(lines[:DIFF_LINES]), len(lines) > DIFF_LINES, ours is not None, theirs is not None
+        tuple(lines[:DIFF_LINES]),
+        len(lines) > DIFF_LINES,
+        ours is not None,
+        theirs is not None,
+        shown,
     )
 
 
@@ -106,8 +125,13 @@ def _pieces(move: TenantMigration, rows: Iterable[Mismatch], now: datetime) -> I
     before = f'{json.dumps(head)[:-1]}, "versions": [\n'
     with _both(move) as sides:
         for row in rows:
-            found = _artifacts(move, row) if row.artifact else _read(sides, row)
-            yield before + json.dumps(_version(row, *found), default=str)
+            if row.artifact:
+                ours, theirs, shown = _artifacts(move, row, None, most=VERSIONS_IN_FILE)
+                rest = shown.paginator.count - len(shown.object_list)
+                told = _version(row, ours, theirs) | {"versions_left_out": rest}
+            else:
+                told = _version(row, *_read(sides, row))
+            yield before + json.dumps(told, default=str)
             before = ",\n"
     yield ("" if before == ",\n" else before) + "\n]}\n"
 
@@ -130,25 +154,41 @@ def _version(row: Mismatch, source: Side, target: Side) -> dict[str, Any]:
     }
 
 
-def _artifacts(move: TenantMigration, mismatch: Mismatch) -> tuple[Side, Side]:
+def _artifacts(
+    move: TenantMigration, mismatch: Mismatch, page: str | None, *, most: int
+) -> tuple[Side, Side, Page[int]]:
     """Return what both sides have of one artifact: each version's facts and digests, not its bytes.
 
-    Files may be large, and a digest says whether they are equal.
+    Files may be large, and a digest says whether they are equal. A page of version numbers, with
+    what both have of them.
     """
-    sides = []
-    for store in (move.source_store, move.target_store):
-        with opened_artifacts(store, move.tenant) as port:
-            sides.append(_versions(port, mismatch))
-    return sides[0], sides[1]
+    with ExitStack() as stack:
+        sides = [
+            stack.enter_context(opened_artifacts(store, move.tenant))
+            for store in (move.source_store, move.target_store)
+        ]
+        found = [_listed(port, mismatch) for port in sides]
+        numbers = sorted({n for one in found if one for n in one[1]}, reverse=True)
+        shown = Paginator(numbers, most).get_page(page)
+        ours, theirs = (
+            None
+            if one is None
+            else {
+                str(number): _facts(port, mismatch.user_id, one[0], number)
+                for number in sorted(shown.object_list)
+                if number in one[1]
+            }
+            for port, one in zip(sides, found, strict=True)
+        )
+    return ours, theirs, shown
 
 
-def _versions(port: ArtifactStore, mismatch: Mismatch) -> Side:
+def _listed(port: ArtifactStore, mismatch: Mismatch) -> tuple[Name, Versions] | None:
     wanted = (mismatch.session_id, mismatch.artifact)
     for name, numbers in port.listing(mismatch.user_id).items():
         spelled = [(one.session_id, spell(one.name)) for one in (name, port.placed(name))]
-        if wanted not in spelled or not numbers:
-            continue
-        return {str(number): _facts(port, mismatch.user_id, name, number) for number in numbers}
+        if wanted in spelled and numbers:
+            return name, numbers
     return None
 
 

@@ -525,6 +525,7 @@ STAGE_TITLES = {
     (Phase.REVERSE_DELTA, "shared"): "Carrying back shared state",
     (Phase.REVERSE_VERIFY, "shared"): "Comparing shared state",
     (Phase.REVERSE_VERIFY, "end"): "Comparing counts and the mark",
+    (Phase.SOAK, "artifacts"): "Looking for artifacts written late",
     (Phase.OFFBOARD, "forget"): "Removing what the source's memory has of them",
 }
 PHASE_TITLES = {

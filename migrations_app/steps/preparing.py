@@ -8,18 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from django.db.models import Q
-
 from durable.driver import Clock, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
 from migrations_app import artifacts, channels, copying, ports
 from migrations_app.copying import Timer
-from migrations_app.domain.phases import (
-    ENDED,
-    Phase,
-)
-from migrations_app.models import ArtifactVersion, TenantMigration
+from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     START,
     Guard,
@@ -28,7 +23,7 @@ from migrations_app.ports.base import (
     SessionStore,
     StoreBusy,
 )
-from migrations_app.preflight import Check, preflight
+from migrations_app.preflight import Check, left_artifacts, preflight
 from migrations_app.steps import common
 from tenants import queries as tenants_queries
 from tenants import services as tenants
@@ -64,7 +59,9 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
             checks.append(Check("Guard", False, str(taken)))
         if any(check.ok is False for check in checks):
             return _blocked(move, checks, began)
-        kept = artifacts.prepare(move, leftovers=_left_by_ended(move), timer=Timer())
+        kept = artifacts.prepare(
+            move, leftovers=left_artifacts(move.tenant, move.target_store), timer=Timer()
+        )
         checks += [kept.check] if kept.check is not None else []
         if not kept.cleared:
             return common.waiting(move, "what an ended move left to be removed", seconds=0.0)
@@ -182,13 +179,6 @@ def _case_checks(move: TenantMigration, source: SessionStore, target: SessionSto
         " is born during the move would be named as a mismatch."
     )
     return [Check("Case of ids", None, detail)]
-
-
-def _left_by_ended(move: TenantMigration) -> bool:
-    """Return whether artifacts at the target can only be what an ended move left there."""
-    store = Q(source_store=move.target_store) | Q(target_store=move.target_store)
-    ended = move.tenant.moves.filter(store, phase__in=ENDED)
-    return ArtifactVersion.objects.filter(move__in=ended).exists()
 
 
 def _announce(move: TenantMigration, clock: Clock) -> Wait | None:

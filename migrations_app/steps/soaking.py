@@ -86,7 +86,8 @@ def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
     now = clock()
     if move.stage == "":
         # A look reads every stamp: a twentieth of the time at most, whatever the tenant's size.
-        every = max(LOOK_SECONDS, 20 * (move.scan_seconds or 0))
+        names = move.artifacts / move.artifact_look_rate if move.artifact_look_rate else 0.0
+        every = max(LOOK_SECONDS, 20 * ((move.scan_seconds or 0) + names))
         if move.touched_at is not None and (now - move.touched_at).total_seconds() < every:
             return None
         with holding(move):
@@ -98,6 +99,8 @@ def _look(move: TenantMigration, clock: Clock) -> Outcome | None:
         first = common.at_stage("references" if move.touched_at is None else "touched")
         return Wait(changes={"changed": 0, "done": 0, "pass_started_at": now, **first})
     try:
+        if move.stage == "artifacts":
+            return _find_late_artifacts(move, clock)
         with copying.both(move) as (source, target):
             if move.stage == "references":
                 swept = artifacts.find_references(move, source, timer=Timer())
@@ -135,7 +138,7 @@ def _count_touched(
     }
     if not move.mark:
         # Moved by an earlier release, whose marks say nothing to this one.
-        return Wait(changes={**changes, "mark": source.mark(), **common.at_stage("")})
+        return Wait(changes={**changes, "mark": source.mark(), **common.at_stage(_behind(move))})
     now, kept = Mark(source.mark()), Mark(move.mark)
     if now.of_shared != kept.of_shared:
         copying.report_late_shared(move, now, kept, clock)
@@ -143,19 +146,19 @@ def _count_touched(
             changes["waiting_for"] = LATE_SHARED
     if now.of_sessions != kept.of_sessions:
         return Wait(changes={**changes, "done": 0, **common.at_stage("late")})
-    return Wait(changes={**changes, **common.at_stage("")})
+    return Wait(changes={**changes, **common.at_stage(_behind(move))})
 
 
 def _find_late_writes(
     move: TenantMigration, source: SessionStore, target: SessionStore, clock: Clock
 ) -> Wait:
-    late_sessions = queries.late_writes(move).exclude(session_id="")
+    late_sessions = queries.late_writes(move).exclude(session_id="").filter(artifact="")
     before = late_sessions.count()
     swept, found = copying.find_late_writes(move, source, target, timer=Timer(), clock=clock)
     found += move.changed
     if not swept.finished:
         return Wait(changes={"changed": found, **common.at_stage("late", swept.cursor)})
-    changes: dict[str, Any] = {"changed": 0, **common.at_stage("")}
+    changes: dict[str, Any] = {"changed": 0, **common.at_stage(_behind(move))}
     late = late_sessions.count()
     if not late:
         # Every row that was written anew is equal: a restored or rewritten database. What
@@ -174,6 +177,21 @@ def _find_late_writes(
     what = counted(late, "late write")
     alarm = f"{what} at the closed {move.source_store}: download both versions"
     return Wait(note=alarm if late != before else "", changes=changes)
+
+
+def _behind(move: TenantMigration) -> str:
+    """Return the stage of a look behind the sessions'; "" where it has none."""
+    return "artifacts" if move.artifacts_apart else ""
+
+
+def _find_late_artifacts(move: TenantMigration, clock: Clock) -> Wait:
+    before = queries.late_artifacts(move).count()
+    swept = artifacts.find_late(move, timer=Timer(), clock=clock)
+    late = queries.late_artifacts(move).count()
+    what = f"{counted(late, 'artifact')} written late at the closed {move.source_store}"
+    note = f"{what}: download both versions" if late > before else ""
+    at = common.at_stage("") if swept.finished else common.at_stage("artifacts", swept.cursor)
+    return Wait(note=note, changes=at)
 
 
 def stay(move: TenantMigration, clock: Clock) -> Outcome:

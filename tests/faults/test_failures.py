@@ -22,6 +22,7 @@ from migrations_app.preflight import preflight
 from tenants.domain.roles import Role
 from tests import scene
 from tests.faults.test_every_moment import assert_moved
+from tests.faults.test_way_back import look, roll_back
 from tests.shelves import Shelf
 from tests.world import APP, World
 
@@ -230,6 +231,39 @@ def test_a_forgotten_side_channel_is_asked_for_and_a_required_one_stops_the_flip
         channels.check_off(row, step=step, note="points there", by="ada", now=files.clock())
         row.refresh_from_db()
     files.run(until=Phase.SOAK)
+
+
+def test_an_artifact_written_late_is_named_in_the_soak_and_settled_before_a_rollback(
+    both: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source, _ = shelves(both, monkeypatch, tmp_path)
+    both.start(soak_seconds=86_400.0, offboard_automatically=False)
+    both.run(until=Phase.SOAK)
+    look(both)
+    assert not both.move.mismatches.exists()
+    source.save("u-1", "s-1", "report", "late")
+    source.save("u-nobody", "", "another", "late, and new")
+    look(both)
+    rows = both.move.mismatches.filter(resolved_at=None).order_by("user_id")
+    assert [(row.user_id, row.artifact, row.looks_like) for row in rows] == [
+        ("u-1", "report", Looks.LATE_WRITE),
+        ("u-nobody", "user:another", Looks.LATE_WRITE),
+    ]
+    on_the_page(both, WORDS[Looks.LATE_WRITE])
+    alarm = "2 artifacts written late at the closed store-eu1-a: download both versions"
+    assert both.move.events.filter(note=alarm).count() == 1
+    with pytest.raises(services.NotNow, match="2 late writes at the closed source"):
+        roll_back(both)
+    # Taken away again: settled by itself.
+    source.delete("u-nobody", "", "another")
+    look(both)
+    [row] = both.move.mismatches.filter(resolved_at=None)
+    services.accept(both.move, mismatch_ids=[row.pk], by="ada", reason="ours", now=both.clock())
+    roll_back(both)
+    both.run()
+    assert both.move.phase == Phase.ROLLED_BACK
+    assert source.versions("u-1", "s-1", "report") == [0, 1, 2]
+    assert source.text("u-1", "s-1", "report") == "three"
 
 
 def test_everything_of_the_synthetic_tenant_arrives_and_comes_back(

@@ -11,6 +11,8 @@ from django.urls import reverse
 
 from migrations_app.domain.phases import Phase
 from migrations_app.models import Mismatch, TenantMigration
+from migrations_app.panels import diff as diff_panel
+from migrations_app.ports.artifacts.native import FileStore
 from tenants.models import AuditEntry, Store
 from tests import make, scene
 from tests.shelves import Shelf
@@ -105,6 +107,20 @@ def test_a_mismatch_of_another_move_is_not_found(
     assert answer.status_code == 404
 
 
+def shelves(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, source: list[str], target: list[str]
+) -> None:
+    """Give both stores an artifact service with these versions of one report."""
+    for key, side, saved in (("a", "source", source), ("b", "target", target)):
+        shelf = Shelf("file", side, folder)
+        for words in saved:
+            shelf.save("u-0", "s-0", "report.txt", words)
+        monkeypatch.setenv(f"ARTIFACTS_{key.upper()}", shelf.address)
+        Store.objects.filter(key=f"store-eu1-{key}").update(
+            artifacts_from=f"env:ARTIFACTS_{key.upper()}"
+        )
+
+
 def test_an_artifact_is_laid_beside_its_copy_version_by_version_without_its_bytes(
     row: Mismatch,
     sides: tuple[Raw, Raw],
@@ -112,14 +128,7 @@ def test_an_artifact_is_laid_beside_its_copy_version_by_version_without_its_byte
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for key, side, words in (("a", "source", "a secret"), ("b", "target", "another secret")):
-        shelf = Shelf("file", side, tmp_path)
-        shelf.save("u-0", "s-0", "report.txt", words)
-        shelf.save("u-0", "s-0", "report.txt", "the same")
-        monkeypatch.setenv(f"ARTIFACTS_{key.upper()}", shelf.address)
-        Store.objects.filter(key=f"store-eu1-{key}").update(
-            artifacts_from=f"env:ARTIFACTS_{key.upper()}"
-        )
+    shelves(monkeypatch, tmp_path, ["a secret", "the same"], ["another secret", "the same"])
     row.artifact, row.part = "report.txt", "artifact"
     row.save()
     html = people.operator.get(address(row)).content.decode()
@@ -133,6 +142,37 @@ def test_an_artifact_is_laid_beside_its_copy_version_by_version_without_its_byte
     assert found["source"]["0"]["digest"] != found["target"]["0"]["digest"]
     assert found["source"]["1"] == found["target"]["1"]
     assert "secret" not in html + json.dumps(found)
+
+
+def test_an_artifact_of_many_versions_is_read_a_page_at_a_time(
+    row: Mismatch,
+    sides: tuple[Raw, Raw],
+    people: People,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shelves(monkeypatch, tmp_path, ["first", *["x"] * 59], ["other", *["x"] * 58])
+    row.artifact, row.part = "report.txt", "artifact"
+    row.save()
+    loaded: list[int] = []
+    load = FileStore.load
+    monkeypatch.setattr(
+        FileStore, "load", lambda self, *at: loaded.append(at[-1]) or load(self, *at)
+    )
+    html = people.operator.get(address(row)).content.decode()
+    # The youngest: one that the target lacks is among them.
+    assert set(loaded) == set(range(35, 60))
+    assert "Page 1 of 3, 60 versions" in html
+    assert 'href="?page=2"' in html
+    assert (
+        "both sides have the same" in people.operator.get(f"{address(row)}?page=2").content.decode()
+    )
+    html = people.operator.get(f"{address(row)}?page=3").content.decode()
+    assert 'data-side="source"' in html
+    monkeypatch.setattr(diff_panel, "VERSIONS_IN_FILE", 40)
+    file = people.operator.get(reverse("versions", args=[row.move_id, row.pk]))
+    [found] = json.loads(b"".join(file.streaming_content))["versions"]  # type: ignore[attr-defined]
+    assert (len(found["source"]), found["versions_left_out"]) == (40, 20)
 
 
 def test_an_artifact_service_that_is_not_there_is_said(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import heapq
-from collections.abc import Awaitable, Iterable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from migrations_app.ports.artifacts.base import (
@@ -22,7 +24,7 @@ from migrations_app.ports.artifacts.base import (
     Versions,
 )
 from migrations_app.ports.artifacts.content import USER, Content, Name, content
-from migrations_app.ports.base import NOBODY, CannotHold
+from migrations_app.ports.base import NOBODY
 
 if TYPE_CHECKING:
     from google.adk.artifacts import BaseArtifactService
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
 # The longest that one call of a service may take: below the worker's hard time limit (20 s), so
 # that it is told what did not answer.
 CALL_SECONDS = 15.0
+# So long one user's names may be listed: a step that compares lists both sides twice. So many calls
+# are made at once for it.
+LISTING_SECONDS = 4.0
+AT_ONCE = 16
 T = TypeVar("T")
 # What a file system answers about a name that it can't hold.
 _NAMES = frozenset({errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ})
@@ -64,23 +70,31 @@ class ServiceStore:
         return page(self.known.users(), after, limit)
 
     def listing(self, user_id: str) -> Listing:
-        """Return the user's own names, then those of each known session."""
-        found: Listing = {}
-        own = set()
-        for listed in self._keys(user_id, None):
-            own.add(listed)
-            name = Name("", listed if listed.startswith(USER) else f"{USER}{listed}")
-            found[name] = self._versions(user_id, name)
-        for session in self.known.sessions(user_id):
-            for listed in self._of_session(user_id, session):
-                if listed.startswith(USER):
-                    continue
-                name = Name(session, listed)
-                versions = self._versions(user_id, name)
-                # A bare name may be the user's own, which is listed in every session.
-                if versions or listed not in own:
-                    found[name] = versions
-        return found
+        """Return the user's own names, then those of each known session.
+
+        A call for each session and for each name, a few at once; raises ArtifactsFailed where
+        that takes longer than a step may.
+        """
+        until = time.monotonic() + LISTING_SECONDS
+        own, sessions = self._keys(user_id, None), list(self.known.sessions(user_id))
+        kept = self._each(
+            [partial(self._of_session, user_id, session) for session in sessions], until
+        )
+        names = [Name("", one if one.startswith(USER) else f"{USER}{one}") for one in own]
+        names += [
+            Name(session, listed)
+            for session, found in zip(sessions, kept, strict=True)
+            for listed in found
+            if not listed.startswith(USER)
+        ]
+        versions = self._each([partial(self._versions, user_id, name) for name in names], until)
+        bare = set(own)
+        # A bare name may be the user's own, which is listed in every session.
+        return {
+            name: found
+            for name, found in zip(names, versions, strict=True)
+            if found or not name.session_id or name.name not in bare
+        }
 
     def placed(self, name: Name) -> Name:
         """Return the name itself: services keep names as they are, unless known otherwise."""
@@ -124,16 +138,39 @@ class ServiceStore:
 
     def call(self, answer: Awaitable[T]) -> T:
         """Run one call of the service in this handle's own event loop."""
+        return self.runner.run(self._bounded(answer))
 
-        async def bounded() -> T:
-            return await asyncio.wait_for(answer, CALL_SECONDS)
-
+    async def _bounded(self, answer: Awaitable[T]) -> T:
         try:
-            return self.runner.run(bounded())
+            return await asyncio.wait_for(answer, CALL_SECONDS)
         except Exception as error:
             if _refuses(error):
                 raise ArtifactsRefused(f"the service refused it ({type(error).__name__})") from None
             raise self._failed(error) from None
+
+    def _each(self, calls: Sequence[Callable[[], Coroutine[Any, Any, T]]], until: float) -> list[T]:
+        """Make calls, a few at once, and return their answers; raises the first error."""
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def one(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+            async with gate:
+                return await call()
+
+        async def each() -> list[T]:
+            async with asyncio.timeout(until - time.monotonic()), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(call)) for call in calls]
+            return [task.result() for task in tasks]
+
+        try:
+            return self.runner.run(each())
+        except TimeoutError:
+            raise ArtifactsFailed(
+                f"The artifact service of {self.reference} takes longer than {LISTING_SECONDS:g} s"
+                f" to list one user's {len(calls):,} names or sessions. Let it answer faster, or"
+                " have the user's artifacts thinned out."
+            ) from None
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     def _failed(self, error: Exception) -> ArtifactsFailed:
         # What it says may quote a name or an address.
@@ -164,19 +201,24 @@ class ServiceStore:
             )
         )
 
-    def _of_session(self, user_id: str, session_id: str) -> list[str]:
+    async def _of_session(self, user_id: str, session_id: str) -> list[str]:
         try:
-            return self._keys(user_id, session_id)
+            return await self._bounded(
+                self.service.list_artifact_keys(
+                    app_name=self.app_name, user_id=user_id, session_id=session_id
+                )
+            )
         except ArtifactsRefused:
             # An id that it takes for a path out of its place: nothing was ever saved under it.
             return []
 
-    def _versions(self, user_id: str, name: Name) -> Versions:
+    async def _versions(self, user_id: str, name: Name) -> Versions:
         at = self._at(user_id, name)
         try:
-            about = self.call(self.service.list_artifact_versions(**at))
+            about = await self._bounded(self.service.list_artifact_versions(**at))
         except ArtifactsRefused:
-            return dict.fromkeys(sorted(self.call(self.service.list_versions(**at))), "")
+            numbers = await self._bounded(self.service.list_versions(**at))
+            return dict.fromkeys(sorted(numbers), "")
         return {one.version: _made(one) for one in sorted(about, key=lambda one: one.version)}
 
 
@@ -207,7 +249,8 @@ class GcsStore(ServiceStore):
     def listing(self, user_id: str) -> Listing:
         """Return every object of the user."""
         if "/" in user_id:
-            raise CannotHold("A user's id holds a slash, which splits object names in two.")
+            # Its objects are another user's by their names. What it has elsewhere is `refusal`'s.
+            return {}
 
         def found() -> Iterator[tuple[Name, int, str]]:
             prefix = f"{self.app_name}/{user_id}/"
@@ -222,6 +265,13 @@ class GcsStore(ServiceStore):
         for name, number, stamp in sorted(self._asked(found)):
             listing.setdefault(name, {})[number] = stamp
         return listing
+
+    def refusal(self, user_id: str, name: Name, kept: Content | None) -> str:
+        """Return why no object's name could be told from another user's or session's."""
+        for what, value in (("user", user_id), ("session", name.session_id)):
+            if "/" in value:
+                return f"its {what}'s id holds a slash, which splits object names in two"
+        return ""
 
     def stamp(self, user_id: str, name: Name, version: int) -> str:
         """Return the object's generation."""

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db.models import F
 from google.genai import types
 
 from durable.machine import Overtaken
-from migrations_app import artifacts, copying
+from migrations_app import artifacts, copying, preflight
+from migrations_app.artifacts import removal, sides
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
 from migrations_app.models import ArtifactVersion, SessionStamp, TenantMigration
 from migrations_app.ports import artifacts as port
+from migrations_app.ports.artifacts import Name
+from migrations_app.ports.artifacts.native import MemoryStore
 from migrations_app.ports.base import Key
 from migrations_app.preflight import artifact_checks
 from tenants.models import Store
@@ -1258,6 +1262,58 @@ def test_a_target_that_has_some_already_is_refused_unless_an_ended_move_left_the
     assert prepared.check.ok is True
     assert move.target.names("u-9") == []
     assert not list((move.target.root / "apps" / APP / "users").iterdir())
+
+
+def test_an_overtaken_worker_clears_nothing_more(
+    between: Callable[[str, str], Move], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = between("memory", "memory")
+    for number in range(3):
+        move.target.save("u-9", "", f"user:{number}", "left")
+    delete = MemoryStore.delete
+
+    def overtaken(self: MemoryStore, user_id: str, name: Name) -> None:
+        delete(self, user_id, name)
+        TenantMigration.objects.update(claim=F("claim") + 1)
+
+    monkeypatch.setattr(MemoryStore, "delete", overtaken)
+    with sides.one(move.row, "target") as side, pytest.raises(Overtaken):
+        removal.clear(move.row, side, timer=Timer())
+    assert len(move.target.names("u-9")) == 2
+
+
+def test_one_user_of_many_names_is_cleared_in_more_than_one_step(
+    between: Callable[[str, str], Move],
+) -> None:
+    move = between("memory", "memory")
+    for number in range(3):
+        move.target.save("u-9", "", f"user:{number}", "left")
+    with sides.one(move.row, "target") as side:
+        for left in (2, 1, 0):
+            assert not removal.clear(move.row, side, timer=Timer(0))
+            assert len(move.target.names("u-9")) == left
+        assert removal.clear(move.row, side, timer=Timer(0))
+
+
+@pytest.mark.parametrize("wrote", [True, False])
+def test_what_lies_behind_an_ended_moves_guard_is_its_own_only_if_it_kept_artifacts(
+    between: Callable[[str, str], Move], monkeypatch: pytest.MonkeyPatch, wrote: bool
+) -> None:
+    move = between("memory", "memory")
+    move.target.save("u-9", "", "user:x", "somebody's")
+    row = move.row
+    ended = move.row
+    ended.pk, ended.phase, ended.due_at = None, Phase.ABORTED, None
+    ended._state.adding = True
+    ended.save()
+    monkeypatch.setattr(preflight, "_held", lambda *given: (ended, False))
+    if wrote:
+        ArtifactVersion.objects.create(
+            move=ended, user_id="u-9", name="user:x", source_version=0, target_version=0
+        )
+    assert checks(move)["Room for artifacts on store-eu1-b"][0] is wrote
+    # As PREPARE says a moment later.
+    assert preflight.left_artifacts(row.tenant, row.target_store) is wrote
 
 
 def test_names_that_the_target_refuses_are_found_before_the_move_begins(

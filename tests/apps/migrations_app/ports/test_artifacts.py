@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from google.genai import types
 
 from migrations_app.ports import artifacts as port
-from migrations_app.ports.artifacts import Name
+from migrations_app.ports.artifacts import Name, service
 from migrations_app.ports.artifacts.content import LONGEST_NAME
 from migrations_app.ports.artifacts.native import SETTLED_SECONDS
-from tests.shelves import APP, KINDS, Shelf
+from migrations_app.ports.runner import runner
+from tests.shelves import APP, KINDS, SERVICES, Plain, Shelf
 
 # Ids that google-adk takes: some of them are what it calls its own folders.
 USERS = ("u", "a/b", "a", "artifacts", "sessions", "ä ö", "user")
@@ -222,3 +225,58 @@ def test_names_are_spelled_so_that_any_row_holds_them_and_no_two_alike() -> None
         assert text
         assert "\0" not in text
         assert len(text.encode()) <= LONGEST_NAME
+
+
+class Slow(Plain):
+    """Answers each question about one name after a while; counts how many wait at once."""
+
+    seconds = 0.02
+    asked = most = 0
+
+    async def list_artifact_versions(self, **named: Any) -> Any:
+        Slow.asked += 1
+        Slow.most = max(Slow.most, Slow.asked)
+        await asyncio.sleep(self.seconds)
+        Slow.asked -= 1
+        return await super().list_artifact_versions(**named)
+
+
+@pytest.mark.parametrize("shelf", ["plain"], indirect=True)
+def test_many_names_of_a_slow_service_are_listed_a_few_at_once_and_not_for_ever(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(40):
+        shelf.save("u", "s", f"doc-{number}", "x")
+    slow = Slow()
+    slow.inner = cast(Plain, shelf.service).inner
+    SERVICES["source"] = slow
+    with opened(shelf, monkeypatch) as found:
+        assert len(found.listing("u")) == 40
+        assert Slow.most == service.AT_ONCE
+        monkeypatch.setattr(service, "LISTING_SECONDS", 0.2)
+        monkeypatch.setattr(Slow, "seconds", 60.0)
+        began = time.monotonic()
+        with pytest.raises(port.ArtifactsFailed, match="one user's 40 names"):
+            found.listing("u")
+        assert time.monotonic() - began < 5
+
+
+def test_an_id_with_a_slash_is_nobodys_in_cloud_storage_and_is_refused_by_name() -> None:
+    objects = [
+        SimpleNamespace(name=f"{APP}/{path}", generation=1, metageneration=1)
+        for path in ("u/s/doc/0", "u/user/user:own/0", "a/b/s/doc/0")
+    ]
+    client = SimpleNamespace(
+        list_blobs=lambda bucket, prefix: [o for o in objects if o.name.startswith(prefix)]
+    )
+    cloud: Any = SimpleNamespace(storage_client=client, bucket="bucket")
+    with runner() as loop:
+        store = service.GcsStore(
+            cloud, loop, reference="env:SHELF", app_name=APP, known=cast(Any, Told())
+        )
+        assert set(store.listing("u")) == {Name("s", "doc"), Name("", "user:own")}
+        # A user of whom only sessions are known stops no sweep.
+        assert store.listing("a/b") == {}
+        assert "user's id holds a slash" in store.refusal("a/b", Name("s", "doc"), None)
+        assert "session's id holds a slash" in store.refusal("a", Name("b/s", "doc"), None)
+        assert store.refusal("u", Name("s", "a/doc"), None) == ""
