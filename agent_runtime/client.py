@@ -292,6 +292,9 @@ class PolicyClient:
                 return False
             finally:
                 self._plane.close()
+        if empty and self._copy is not None:
+            # For the next one in this process: nothing of this instance runs any more.
+            self._copy.close()
         return empty
 
     def tick(self) -> float:

@@ -141,7 +141,12 @@ class DiskCopy:
             log.warning("the disk copy %s can't be used: %r", self._log, error)
             kept = None
         if kept is None:
-            self.erase()
+            try:
+                self.erase()
+            except DiskStuck as error:
+                # Of no use to us, and of none to others beyond what its lease says.
+                log.warning("%s: this process keeps no disk copy", error)
+                self.close()
         return kept
 
     def policy(self, instance: str, answer: Mapping[str, Any]) -> None:

@@ -259,6 +259,26 @@ def test_a_process_that_left_leaves_no_copy(start: StartProcess) -> None:
     assert not serves(start(plane=away))
 
 
+def test_an_instance_that_left_makes_room_for_the_next_in_its_process(
+    start: StartProcess,
+) -> None:
+    first = start()
+    first.tick()
+    assert first.leave()
+    second = start(dies_first=False)
+    second.tick()
+    assert serves(start(plane=away))
+
+
+def test_a_leftover_that_can_not_be_removed_keeps_no_process_from_starting(
+    start: StartProcess, path: Path
+) -> None:
+    path.with_name("agent-1.lease").mkdir()
+    process = start()
+    process.tick()
+    assert serves(process)
+
+
 def test_a_process_that_left_with_turns_inside_is_still_counted_on(start: StartProcess) -> None:
     first = start()
     first.tick()
