@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from django.db import transaction
 from django.test import Client
 
 from agent_runtime import Draining, Moved, PolicyClient
+from agent_runtime.disk import DiskCopy
 from agent_runtime.transport import Answer
 from durable.clock import database_now
 from tenants import queries, services
@@ -234,3 +236,31 @@ def test_an_agent_that_leaves_is_not_waited_for(agent: PolicyClient, cast: make.
     assert not proof(cast, version).drained
     assert agent.leave()
     assert proof(cast, version).drained
+
+
+def test_a_fence_waits_for_the_id_in_whose_place_a_restarted_process_serves(
+    network: Network, clock: DrivenClock, cast: make.Cast, tmp_path: Path
+) -> None:
+    """Nobody can say "nobody inside" for a killed process: its last write may be on its way."""
+    secret = runtime_secret(cast.cell)
+    first = DiskCopy(tmp_path / "copy")
+    make_agent(cast, secret, transport=network, clock=clock, copy=first).tick()
+    first.close()  # Killed: the kernel gives its lock back.
+    second = DiskCopy(tmp_path / "copy")
+    again = make_agent(cast, secret, transport=network, clock=clock, copy=second)
+    with again.fence.enter("acme"):
+        pass
+    version = publish(cast, "none")
+    again.tick()
+    again.tick()
+    with pytest.raises(Draining), again.fence.enter("acme"):
+        pass
+    assert not proof(cast, version).drained
+    over = database_now() + timedelta(seconds=LEASE_SECONDS + 60 + 6)
+    again.tick()
+    states = {
+        word.state
+        for word in queries.fence_proof(cast.cell, cast.acme, version, now=over).instances
+    }
+    assert "missing" not in states
+    second.close()
