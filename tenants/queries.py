@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib.auth.models import AnonymousUser, Group, User
-from django.db.models import Q, QuerySet, Subquery
+from django.db.models import Q, QuerySet, Subquery, Sum
 
 from tenants.domain.fence import (
     Facts,
@@ -32,12 +33,16 @@ from tenants.models import (
     Scope,
     Tenant,
     Token,
+    UsageLine,
 )
 
 __all__ = ["Asking", "Feed", "InstanceWord", "Policy", "Proof"]
 
 # How long a gone instance is still named beside a fence, for people.
 GONE_SHOWN = timedelta(minutes=15)
+# So far back served turns tell how long one takes, if they are not fewer than these.
+TURNS_TELL = timedelta(minutes=10)
+LEAST_TURNS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +144,24 @@ def live_instances(cell: Cell, *, now: datetime) -> list[RuntimeInstance]:
 def time_left_seconds(cell: Cell, tenant: Tenant, *, now: datetime) -> float:
     """Return how long a fence of this tenant might wait for turns that run now (seconds).
 
-    That is the longest turn stated by any live instance that has turns of the tenant in
-    flight, for nobody knows yet how old they are; 0 if none has.
+    In 19 of 20 cases less. Nobody knows how old they are; but as many as run now, by how many were
+    served a second of late, is how long one takes on average (Little's law), and what is left of
+    one is taken to be exponential. At most the longest turn stated by a live instance that has one
+    in flight, which is the answer where too few were served; 0 if none runs.
     """
-    return max(
-        (
-            row.longest_turn_seconds
-            for row in live_instances(cell, now=now)
-            if row.in_flight.get(tenant.slug)
-        ),
-        default=0.0,
+    busy = [row for row in live_instances(cell, now=now) if row.in_flight.get(tenant.slug)]
+    if not busy:
+        return 0.0
+    running = sum(row.in_flight[tenant.slug] for row in busy)
+    longest: float = max(row.longest_turn_seconds for row in busy)
+    lines = UsageLine.objects.filter(
+        tenant=tenant, instance__cell=cell, minute__gt=now - TURNS_TELL, minute__lte=now
     )
+    served = lines.aggregate(turns=Sum("turns"))["turns"] or 0
+    if served < LEAST_TURNS:
+        return longest
+    mean = running * TURNS_TELL.total_seconds() / served
+    return float(min(longest, mean * math.log(running / 0.05)))
 
 
 def lapsed_instances(*, now: datetime) -> list[int]:

@@ -96,7 +96,7 @@ def quote(
         (
             Part(
                 "drain",
-                "running turns may take their longest; one poll"
+                "what running turns may still take; one poll"
                 if running_seconds
                 else "no turn is running; one poll",
                 drain,

@@ -635,6 +635,31 @@ def test_at_the_fast_cadence_three_polls_are_soon_over(
 
 
 @pytest.mark.django_db
+def test_time_left_goes_by_how_many_turns_were_served_of_late(
+    cast: make.Cast, joined: Any, now: datetime
+) -> None:
+    services.report(joined.next_report(in_flight={"acme": 1}), now=now)
+
+    def served(turns: int, minutes: int) -> None:
+        UsageLine.objects.create(
+            instance=joined.row,
+            seq=1_000 + minutes,
+            tenant=cast.acme,
+            minute=now - timedelta(minutes=minutes),
+            turns=turns,
+        )
+
+    served(19, 1)
+    served(900, 11)
+    assert queries.time_left_seconds(cast.cell, cast.acme, now=now) == 60.0
+    served(281, 2)
+    # 300 in 600 s, one at a time: 2 s each, and 6 s in 19 of 20 cases.
+    assert queries.time_left_seconds(cast.cell, cast.acme, now=now) == pytest.approx(6.0, abs=0.1)
+    RuntimeInstance.objects.update(in_flight={"acme": 40})
+    assert queries.time_left_seconds(cast.cell, cast.acme, now=now) == 60.0
+
+
+@pytest.mark.django_db
 def test_live_instances_and_time_left_leave_out_who_is_gone(
     cast: make.Cast, joined: Any, process: Any, now: datetime
 ) -> None:
