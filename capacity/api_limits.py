@@ -188,17 +188,8 @@ def limits_history(request: HttpRequest, slug: str, after: After = 0) -> dict[st
 @router.post("/tenants/{slug:slug}/limits", response={200: SavedOut, **REFUSALS})
 def set_limits(request: HttpRequest, slug: str, body: SaveIn) -> dict[str, Any]:
     """Change a tenant's limits, if its cell has room for them (operator, with a reason)."""
-    by, tenant = require(request, Role.OPERATOR).name, _tenant(slug)
-    saved = services.set_limits(
-        tenant,
-        limits=_changed(tenant, body),
-        typed=_typed(body.estimate),
-        override=body.override,
-        by=by,
-        reason=body.reason,
-        now=database_now(),
-    )
-    return _saved(saved)
+    how, tenant = _how(request, body), _tenant(slug)
+    return _saved(services.set_limits(tenant, limits=_changed(tenant, body), **how))
 
 
 @router.post("/tenants/{slug:slug}/limits/headroom", response={200: HeadroomOut, **REFUSALS})
@@ -232,32 +223,15 @@ def end_trial(request: HttpRequest, slug: str, body: VerbIn) -> dict[str, Any]:
 @router.post("/tenants/{slug:slug}/trial/adopt", response={200: SavedOut, **REFUSALS})
 def adopt_trial(request: HttpRequest, slug: str, body: AdoptIn) -> dict[str, Any]:
     """Let the limits that are tried hold, if there is room for them (operator, with a reason)."""
-    by = require(request, Role.OPERATOR).name
-    saved = services.adopt_trial(
-        _tenant(slug),
-        typed=_typed(body.estimate),
-        override=body.override,
-        by=by,
-        reason=body.reason,
-        now=database_now(),
-    )
-    return _saved(saved)
+    how = _how(request, body)
+    return _saved(services.adopt_trial(_tenant(slug), **how))
 
 
 @router.post("/tenants/{slug:slug}/tier", response={200: SavedOut, **REFUSALS})
 def set_tier(request: HttpRequest, slug: str, body: TierIn) -> dict[str, Any]:
     """Change a tenant's tier: pooled, bridge or silo (operator, with a reason)."""
-    by = require(request, Role.OPERATOR).name
-    saved = services.set_tier(
-        _tenant(slug),
-        tier=body.tier,
-        typed=_typed(body.estimate),
-        override=body.override,
-        by=by,
-        reason=body.reason,
-        now=database_now(),
-    )
-    return _saved(saved)
+    how = _how(request, body)
+    return _saved(services.set_tier(_tenant(slug), tier=body.tier, **how))
 
 
 @router.post("/tenants/{slug:slug}/rotate", response={200: RotatedOut, **REFUSALS})
@@ -282,6 +256,17 @@ def _changed(tenant: Tenant, body: ChangesIn) -> Limits:
     if said.get("allowed_tools") is not None:
         said["allowed_tools"] = tuple(said["allowed_tools"])
     return replace(holds, **said)
+
+
+def _how(request: HttpRequest, body: SaveIn | AdoptIn) -> dict[str, Any]:
+    """Return who changes limits, why, and by which estimate. Raises Forbidden."""
+    return {
+        "by": require(request, Role.OPERATOR).name,
+        "reason": body.reason,
+        "typed": _typed(body.estimate),
+        "override": body.override,
+        "now": database_now(),
+    }
 
 
 def _typed(body: EstimateIn | None) -> Typed:
