@@ -55,8 +55,8 @@ class _Limited:
 
     tenant: str
     accepts: str
-    # The cell owns the tenant, open or fenced.
-    home: bool
+    # The cell owns the tenant, or is the far side of its split; open or fenced.
+    owns: bool
     runs_per_second: float | None
     max_concurrent_runs: int | None
     daily_token_budget: int | None
@@ -192,8 +192,12 @@ def _limited(cells: Iterable[int]) -> dict[int, list[_Limited]]:
 def _read_limited(cell: int) -> list[_Limited]:
     entries = PolicyEntry.objects.filter(cell=cell).exclude(accepts=Accepts.MOVED)
     found = []
-    for slug, accepts, scope, home in entries.values_list(
-        "tenant__slug", "accepts", "document__scope", "document__home_cell"
+    for slug, accepts, scope, home, sides in entries.values_list(
+        "tenant__slug",
+        "accepts",
+        "document__scope",
+        "document__home_cell",
+        "document__sides",
     ).order_by("tenant__slug"):
         limits = (
             scope["runs_per_second"],
@@ -201,7 +205,8 @@ def _read_limited(cell: int) -> list[_Limited]:
             scope["daily_token_budget"],
         )
         if limits != (None, None, None):
-            found.append(_Limited(slug, accepts, home is None, *limits))
+            owns = home is None or sides is not None
+            found.append(_Limited(slug, accepts, owns, *limits))
     return found
 
 
@@ -318,7 +323,7 @@ def _fenced(limited: Mapping[int, list[_Limited]]) -> set[str]:
         one.tenant
         for told in limited.values()
         for one in told
-        if one.accepts == Accepts.NONE and not one.home
+        if one.accepts == Accepts.NONE and not one.owns
     }
     if not waiting:
         return set()
@@ -333,14 +338,15 @@ def _asks(
 ) -> dict[str, Ask]:
     """Return what is divided, and over the instances of which cells.
 
-    That is the tenant's home, with the far side of a split. A cell that was only announced takes no
-    turns: its instances get shares once the home's fence closes, of the whole limit, so that they
-    have them when the move opens it. Both never take turns: the proof of the fence comes between.
+    That is the tenant's home, with the far side of a split, closed or not: its fence ends no turn
+    that runs there. A cell that was only announced takes no turns: its instances get shares once
+    the home's fence closes, of the whole limit, so that they have them when the move opens it. Both
+    never take turns: the proof of the fence comes between.
     """
     where: dict[str, list[tuple[int, _Limited]]] = defaultdict(list)
     for cell, told in limited.items():
         for one in told:
-            if one.home or one.accepts != Accepts.NONE or one.tenant in fenced:
+            if one.owns or one.accepts != Accepts.NONE or one.tenant in fenced:
                 where[one.tenant].append((cell, one))
     # Both sides of a split were told the same.
     limits = {tenant: told[0][1] for tenant, told in where.items()}

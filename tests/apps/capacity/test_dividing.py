@@ -192,6 +192,32 @@ def test_both_sides_of_a_split_share_one_limit(
 
 
 @pytest.mark.django_db
+def test_a_side_of_a_split_that_is_closed_counts_as_long_as_its_turns_may_run(
+    cast: make.Cast, acme: Tenant, now: datetime
+) -> None:
+    """As on the way back from a split: the home serves on while the far side is being drained."""
+    one, two = join(cast.cell, now), join(cast.other_cell, now, "boot-2")
+    tenants_services.publish(acme, cast.cell, accepts="existing")
+    tenants_services.split(
+        acme, cell=cast.other_cell, store=cast.other_store, by="m", reason="", now=now
+    )
+    now = rounds(cast.cell, one, two, now=now)
+    assert (one.runs(), two.runs()) == (5, 5)
+    tenants_services.publish(acme, cast.other_cell, accepts="none")
+    for _ in range(4):
+        services.divide(cast.cell, now=now)
+        two.says(now=now, in_flight={"acme": 5})
+        one.says(now=now, usage=(Usage("acme", now, refused={"concurrency": 9}),))
+        assert (one.runs() or 0) + 5 <= 10
+    # Its turns have ended, so the home has what the far side does not ask for.
+    now = rounds(cast.cell, two, one, now=now, count=1)
+    for _ in range(3):
+        one.says(now=now, usage=(Usage("acme", now, refused={"concurrency": 9}),))
+        now = rounds(cast.cell, two, one, now=now, count=1)
+    assert (one.runs() or 0) > 5
+
+
+@pytest.mark.django_db
 def test_a_cell_that_waits_for_a_tenant_has_shares_when_the_fence_closes_and_not_before(
     cast: make.Cast, acme: Tenant, now: datetime
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import datetime, timedelta
 
 import pytest
+from django.db import connections
 
 from capacity import services
 from capacity.models import IsolationRun
@@ -56,3 +58,28 @@ def test_one_run_at_a_time_until_it_ends_or_was_killed(now: datetime) -> None:
     later = services.start_isolation(by="bob", now=now + timedelta(minutes=11))
     services.end_isolation(later, [HELD], whole=True, now=now + timedelta(minutes=12))
     services.start_isolation(by="bob", now=now + timedelta(minutes=13))
+
+
+@pytest.mark.django_db(transaction=True, serialized_rollback=True)
+def test_of_two_who_ask_for_the_first_run_at_once_one_is_refused(now: datetime) -> None:
+    together, runs, refused = threading.Barrier(2), [], []
+
+    def start(by: str) -> None:
+        together.wait(10)
+        try:
+            runs.append(services.start_isolation(by=by, now=now))
+        except services.SuiteRuns as refusal:
+            refused.append(refusal)
+        finally:
+            connections.close_all()
+
+    for _ in range(5):
+        threads = [threading.Thread(target=start, args=(by,)) for by in ("ada", "bob")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert (len(runs), len(refused)) == (1, 1)
+        IsolationRun.objects.all().delete()
+        runs.clear()
+        refused.clear()
