@@ -189,7 +189,8 @@ def limits_history(request: HttpRequest, slug: str, after: After = 0) -> dict[st
 def set_limits(request: HttpRequest, slug: str, body: SaveIn) -> dict[str, Any]:
     """Change a tenant's limits, if its cell has room for them (operator, with a reason)."""
     how, tenant = _how(request, body), _tenant(slug)
-    return _saved(services.set_limits(tenant, limits=_changed(tenant, body), **how))
+    seen, limits = _changed(tenant, body)
+    return _saved(services.set_limits(tenant, limits=limits, seen=seen, **how))
 
 
 @router.post("/tenants/{slug:slug}/limits/headroom", response={200: HeadroomOut, **REFUSALS})
@@ -197,7 +198,7 @@ def check_headroom(request: HttpRequest, slug: str, body: HeadroomIn) -> dict[st
     """Answer whether the tenant's cell has room for these limits; nothing is changed (operator)."""
     require(request, Role.OPERATOR)
     tenant = _tenant(slug)
-    limits = _changed(tenant, body)
+    _, limits = _changed(tenant, body)
     limits.check()
     return _headroom(assess(tenant, limits, typed=_typed(body.estimate), now=database_now()))
 
@@ -206,8 +207,9 @@ def check_headroom(request: HttpRequest, slug: str, body: HeadroomIn) -> dict[st
 def try_limits(request: HttpRequest, slug: str, body: TryIn) -> dict[str, Any]:
     """Count what these limits would refuse, and refuse nothing by them (operator)."""
     by, tenant = require(request, Role.OPERATOR).name, _tenant(slug)
+    seen, limits = _changed(tenant, body)
     scope = tenants_services.try_scope(
-        tenant, limits=_changed(tenant, body), by=by, reason=body.reason, now=database_now()
+        tenant, limits=limits, seen=seen, by=by, reason=body.reason, now=database_now()
     )
     return _version(scope)
 
@@ -247,15 +249,21 @@ def _tenant(slug: str) -> Tenant:
     return Tenant.objects.select_related("trial", "placement__cell").get(pk=found.pk)
 
 
-def _changed(tenant: Tenant, body: ChangesIn) -> Limits:
-    """Return the limits that hold with what the body names instead."""
+def _changed(tenant: Tenant, body: ChangesIn) -> tuple[int, Limits]:
+    """Return the limits that hold with what the body names instead, and what they were made of.
+
+    That is the newest version, for the verbs' `seen`: of two callers at once who name different
+    fields the second must not write what the first has changed back.
+    """
+    # Read first: of limits that were written since, it is too old, and the verb refuses.
+    newest = Scope.objects.filter(tenant=tenant)[0].version
     holds = tenants_queries.limits_of(tenants_queries.scope_of(tenant))
     said = body.dict(exclude_unset=True, include=set(ChangesIn.model_fields))
     if isinstance(body, HeadroomIn):
         said |= body.dict(exclude_unset=True, include={"tier", "weight"})
     if said.get("allowed_tools") is not None:
         said["allowed_tools"] = tuple(said["allowed_tools"])
-    return replace(holds, **said)
+    return newest, replace(holds, **said)
 
 
 def _how(request: HttpRequest, body: SaveIn | AdoptIn) -> dict[str, Any]:

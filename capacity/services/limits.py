@@ -129,6 +129,13 @@ def _save(
         raise NoHeadroom(_why(assessed, broken))
     with transaction.atomic():
         scope = save()
+        # Another trial, tier or rate may have been written since; what was held against the quota
+        # is what holds now, or nothing was saved.
+        if tenants_queries.limits_of(scope) != limits:
+            raise tenants_services.LimitsChanged(
+                f"The limits of {tenant} were changed while these were held against the quota of "
+                "its cell. Nothing was changed; look at what they say, then save again."
+            )
         if broken is not None:
             tenants_services.audit(
                 who=by,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from capacity import services
 from capacity.models import UsageDay, UsageMinute
@@ -45,6 +49,24 @@ def used(tenant: Tenant, since: datetime, minutes: int, **counts: int) -> None:
 
 def save(tenant: Tenant, now: datetime, **limits: Any) -> services.Saved:
     return services.set_limits(tenant, limits=Limits(**limits), typed=ARTICLE, now=now, **WHY)
+
+
+@contextmanager
+def while_it_is_measured(act: Callable[[], Any]) -> Iterator[None]:
+    """Act once the normal load was read, so between what is assessed and what is saved."""
+    acted = False
+
+    def wrapper(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        nonlocal acted
+        result = execute(sql, params, many, context)
+        if not acted and "capacity_usageminute" in sql:
+            acted = True
+            act()
+        return result
+
+    with connection.execute_wrapper(wrapper):
+        yield
+    assert acted
 
 
 def version(tenant: Tenant) -> int:
@@ -198,6 +220,31 @@ def test_a_trial_is_held_against_the_quota_when_it_is_adopted(
     assert (saved.scope.runs_per_second, saved.scope.trial) == (1.0, False)
     with pytest.raises(tenants_services.NoTrial):
         services.adopt_trial(cast.acme, typed=ARTICLE, now=now, **WHY)
+
+
+def test_another_trial_is_not_adopted_by_what_was_held_against_the_quota_of_the_one_before(
+    cast: make.Cast, cell: Cell, now: datetime
+) -> None:
+    tenants_services.try_scope(cast.acme, limits=ACME, now=now, **WHY)
+    large = Limits(runs_per_second=1_000.0)
+    other = partial(tenants_services.try_scope, cast.acme, limits=large, now=now, **WHY)
+    before = version(cast.acme)
+    with while_it_is_measured(other), pytest.raises(tenants_services.LimitsChanged):
+        services.adopt_trial(cast.acme, typed=ARTICLE, now=now, **WHY)
+    cast.acme.refresh_from_db()
+    assert version(cast.acme) == before
+    assert cast.acme.trial is not None
+    assert cast.acme.trial.runs_per_second == 1_000.0
+
+
+def test_a_tenant_does_not_come_back_among_the_pooled_with_limits_that_nobody_assessed(
+    cast: make.Cast, cell: Cell, now: datetime
+) -> None:
+    save(cast.acme, now, runs_per_second=0.5, tier="bridge")
+    raise_it = partial(save, cast.acme, now, runs_per_second=1_000.0, tier="bridge")
+    with while_it_is_measured(raise_it), pytest.raises(tenants_services.LimitsChanged):
+        services.set_tier(cast.acme, tier="pooled", typed=ARTICLE, now=now, **WHY)
+    assert queries.scope_of(cast.acme).tier == "bridge"
 
 
 def test_nothing_is_held_against_a_quota_that_nobody_entered(

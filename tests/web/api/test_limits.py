@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from capacity.api_limits import HeadroomOut, SavedOut, TenantLimitsOut
 from durable.clock import database_now
 from tenants import services
+from tenants.domain.limits import Limits
 from tenants.models import AuditEntry, Cell, PolicyEntry, Scope, Tenant
 from tests import make
 
@@ -76,6 +78,29 @@ def test_what_is_left_out_stays_and_null_takes_a_limit_away(cell: Cell, operator
     assert scope().allowed_tools == []
     operator.post(f"{ACME}/limits", {"allowed_tools": None, **WHY})
     assert scope().allowed_tools is None
+
+
+@pytest.mark.parametrize("verb", ["limits", "trial"])
+def test_of_two_edits_at_once_the_second_writes_nothing_of_the_first_back(
+    cell: Cell, operator: Any, cast: make.Cast, verb: str
+) -> None:
+    def wrapper(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+        nonlocal other
+        result = execute(sql, params, many, context)
+        if other and 'FROM "tenants_scope"' in sql:
+            other = False
+            lowered = Limits(runs_per_second=0.1)
+            services.set_scope(
+                cast.acme, limits=lowered, by="bob", reason="less", now=database_now()
+            )
+        return result
+
+    other = True
+    with connection.execute_wrapper(wrapper):
+        answer = operator.post(f"{ACME}/{verb}", {"max_concurrent_runs": 7, "reason": "more"})
+    assert answer.status_code == 409
+    assert "bob" in answer.json()["detail"]
+    assert (scope().runs_per_second, scope().max_concurrent_runs) == (0.1, None)
 
 
 def test_what_has_no_room_is_refused_unless_it_is_overridden(cell: Cell, operator: Any) -> None:
