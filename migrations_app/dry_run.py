@@ -124,7 +124,7 @@ class _Plan:
 
     @property
     def held(self) -> str:
-        return f"{counted(self.source.sessions, 'session')} of {counted(self.source.users, 'user')}"
+        return self.source.held
 
 
 def dry_run(

@@ -360,7 +360,9 @@ def verify(
         return Verdict(missing, 0, 0, f"the memory of {store} to take {what}, {example}")
     sampled, found = _sampled(move, source, timer)
     if sampled and not found:
-        words = f"the memory of {store} to find any of {sampled} sessions that it was given"
+        words = (
+            f"the memory of {store} to find any of {counted(sampled, 'session')} that it was given"
+        )
         return Verdict(0, sampled, 0, words)
     return Verdict(0, sampled, found, "")
 

@@ -20,7 +20,7 @@ from migrations_app.ports.base import START, Finding, StoreRefused, Survey
 from migrations_app.ports.channel import check as check_step
 from migrations_app.ports.memory import open_memory, where
 from tenants import queries as tenants_queries
-from tenants.domain.words import clock, duration
+from tenants.domain.words import clock, counted, duration
 from tenants.models import Cell, Store, Tenant
 
 PRACTISED = "Rollback practised"
@@ -132,8 +132,7 @@ def _survey(store: Store, tenant: Tenant, side: str, checks: list[Check]) -> Sur
     except StoreRefused as refusal:
         checks.append(Check(f"{side} {store}", False, str(refusal)))
         return None
-    held = f"{survey.sessions:,} sessions of {survey.users:,} users"
-    checks.append(Check(f"{side} {store}", True, f"{survey.database}, {held}"))
+    checks.append(Check(f"{side} {store}", True, f"{survey.database}, {survey.held}"))
     return survey
 
 
@@ -180,13 +179,13 @@ def _pair_checks(
     if empty:
         checks.append(Check(room, True, f"nothing of {tenant.app_name} there"))
     elif leftovers is not None:
-        detail = f"{target.sessions:,} sessions left by {leftovers} will be removed first"
+        detail = f"{counted(target.sessions, 'session')} left by {leftovers} will be removed first"
         checks.append(Check(room, True, detail))
     else:
         detail = (
-            f"it holds {tenant.app_name} already ({target.sessions:,} sessions): an older copy, or"
-            f" the same database as {source_store} under a second address. Remove the copy, or"
-            " choose another store."
+            f"it holds {tenant.app_name} already ({counted(target.sessions, 'session')}): an older"
+            f" copy, or the same database as {source_store} under a second address. Remove the"
+            " copy, or choose another store."
         )
         checks.append(Check(room, False, detail))
     for side, survey in (("Source", source), ("Target", target)):
@@ -218,6 +217,8 @@ def _interrupted(source: Survey) -> str:
     names = [f"{key.session_id} of {key.user_id}" for key in source.interrupted_keys]
     more = source.interrupted - len(names)
     listed = ", ".join(names) + (f" and {more:,} more" if more else "")
+    if source.interrupted == 1:
+        return f"1 session ends in one and is copied as it is: {listed}"
     return f"{source.interrupted:,} sessions end in one and are copied as they are: {listed}"
 
 
@@ -474,7 +475,9 @@ def _both(
     move: TenantMigration | None,
 ) -> tuple[list[Check], tuple[Finding, ...]]:
     users, versions, whole, refused = _names(ours, theirs)
-    held = f"{versions:,} versions of {users:,} users" + ("" if whole else ", and more")
+    held = f"{counted(versions, 'version')} of {counted(users, 'user')}" + (
+        "" if whole else ", and more"
+    )
     checks = [Check(ARTIFACTS, not refused, held)]
     findings: tuple[Finding, ...] = ()
     if refused:

@@ -35,6 +35,7 @@ from migrations_app.ports.artifacts import (
     spell,
 )
 from migrations_app.ports.base import Key
+from tenants.domain.words import counted
 
 PAGE = 500
 # The cursor within a user of whom no name is through yet; before every name's place.
@@ -279,7 +280,8 @@ class Sweep:
         )
         if mine != theirs and not self._open(desk.user).exists():
             raise ArtifactCountsDiffer(
-                f"A user has {mine[1]:,} versions of {mine[0]:,} artifacts on {self.read.store},"
+                f"A user has {counted(mine[1], 'version')} of {counted(mine[0], 'artifact')} on"
+                f" {self.read.store},"
                 f" {theirs[1]:,} of {theirs[0]:,} on {self.written.store}, although each was equal"
                 " a moment ago."
             )

@@ -205,7 +205,9 @@ def _refused(move: TenantMigration, cell: Cell, now: datetime) -> str:
         f"new turns of {move.tenant} get retry-after on all {counted(len(alive), 'instance')} of"
         f" {cell}."
     )
-    return f"{text} The {counted(flying, 'turn')} in flight go on." if flying else text
+    if flying == 1:
+        return f"{text} The one turn in flight goes on."
+    return f"{text} The {flying:,} turns in flight go on." if flying else text
 
 
 def _estimate(quote: Quote) -> str:

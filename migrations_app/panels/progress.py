@@ -439,7 +439,7 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
     if not move.todo:
         return count(move.copied), "sessions copied so far", 0.0
     done = min(move.done, move.todo)
-    context = f"of {count(move.todo)} sessions"
+    context = f"of {counted(move.todo, 'session')}"
     if done < move.todo:
         return (
             count(done),

@@ -118,7 +118,7 @@ def changed_in_words(seen: Seen) -> str:
     """Return the chart's reading as a sentence."""
     move = seen.move
     if move.changed_at_drain is not None and not seen.fence_goes_back:
-        drained = f"{count(move.changed_at_drain)} sessions had changed when the fence closed"
+        drained = f"{counted(move.changed_at_drain, 'session')} had changed when the fence closed"
         return f"{drained}, after {counted(move.passes, 'pass', 'passes')}."
     if move.pass_ended_at is not None:
         return (
@@ -126,5 +126,5 @@ def changed_in_words(seen: Seen) -> str:
             f" {counted(move.sessions, 'session')} changed."
         )
     if move.passes:
-        return f"The first pass has copied {count(move.copied)} sessions so far."
+        return f"The first pass has copied {counted(move.copied, 'session')} so far."
     return "Drawn from the first copied session on."

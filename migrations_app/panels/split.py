@@ -11,7 +11,7 @@ from migrations_app.models import TenantMigration
 from migrations_app.panels.progress import share_of
 from migrations_app.panels.seen import Seen
 from tenants import panels as tenants_panels
-from tenants.domain.words import Status, clock, count, elapsed, limit
+from tenants.domain.words import Status, clock, count, counted, elapsed, limit
 from tenants.models import Cell, PolicyEntry, Store
 from tenants.panels import InstanceLine
 
@@ -171,7 +171,7 @@ def _source(seen: Seen, now: datetime) -> Side:
     else:
         serves, status = "sessions that it has; no new ones", Status("live", "Existing")
     waits = sum(line.in_flight for line in lines if line.state == "draining")
-    note = f"{waits:,} turns from before still run" if waits else ""
+    note = f"{counted(waits, 'turn')} from before still run{'s' if waits == 1 else ''}"
     return Side(
         "Source",
         move.source_cell,
@@ -180,7 +180,7 @@ def _source(seen: Seen, now: datetime) -> Side:
         status,
         tuple(lines),
         shown,
-        note,
+        note if waits else "",
     )
 
 

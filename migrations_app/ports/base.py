@@ -22,6 +22,7 @@ from durable.errors import Refused
 from migrations_app.domain import canonical
 from migrations_app.domain.mismatch import Difference, Looks
 from migrations_app.domain.values import Layout
+from tenants.domain.words import counted
 
 
 class Key(NamedTuple):
@@ -240,6 +241,11 @@ class Survey:
     # "events.event_data jsonb" and so on: what the tables really have, for `check_pair`.
     columns: tuple[str, ...] = ()
 
+    @property
+    def held(self) -> str:
+        """How much it is, in words."""
+        return Counts(self.sessions, self.users).held
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -249,6 +255,11 @@ class Counts:
     users: int  # users with a session or with state of their own
     # Users with a session: all that a service can list.
     in_sessions: int = field(default=0, compare=False)
+
+    @property
+    def held(self) -> str:
+        """How much it is, in words."""
+        return f"{counted(self.sessions, 'session')} of {counted(self.users, 'user')}"
 
 
 class StoreRefused(Refused):

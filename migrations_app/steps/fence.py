@@ -119,8 +119,9 @@ def _await_proof(move: TenantMigration, clock: Clock) -> Outcome | None:
             missing = [word.name for word in proof.missing]
             return common.out(
                 move,
-                f"Not drained after {limit(move.drain_bound_seconds)}: {proof.in_flight} turns in"
-                f" flight, waiting for {', '.join(missing) or 'nobody'}",
+                f"Not drained after {limit(move.drain_bound_seconds)}:"
+                f" {counted(proof.in_flight, 'turn')} in flight, waiting for"
+                f" {', '.join(missing) or 'nobody'}",
             )
         if time.monotonic() >= until:
             missing = [word.name for word in proof.missing]
@@ -172,7 +173,7 @@ def delta(move: TenantMigration, clock: Clock) -> Outcome:
     if not finished:
         return Wait(changes=changes)
     changes |= common.sweeping(move, "sessions")
-    return Go(common.forward(move), f"{move.changed:,} sessions copied again", changes)
+    return Go(common.forward(move), f"{counted(move.changed, 'session')} copied again", changes)
 
 
 def verify(move: TenantMigration, clock: Clock) -> Outcome:
@@ -231,14 +232,14 @@ def _verdict(
         # The other side has sessions of its own, which come and go: our list is what to count by.
         if (known := move.stamps.exclude(target_stamp="").count()) != ours.sessions:
             raise CountsDiffer(
-                f"{sides.from_store} counts {ours.sessions:,} sessions, {known:,} were copied,"
-                " although every one is equal."
+                f"{sides.from_store} counts {counted(ours.sessions, 'session')}, {known:,} were"
+                " copied, although every one is equal."
             )
     elif ours != theirs:
         _report_extra(move, source, target, clock)
         if not queries.open_mismatches(move):
             raise CountsDiffer(
-                f"{sides.from_store} counts {ours.sessions:,} sessions of {ours.users:,} users,"
+                f"{sides.from_store} counts {ours.held},"
                 f" {sides.to_store} {theirs.sessions:,} of {theirs.users:,}, although every"
                 " session is equal."
             )
@@ -266,7 +267,7 @@ def _verdict(
         )
     return Go(
         common.forward(move),
-        f"{ours.sessions:,} sessions of {ours.users:,} users are equal on both sides",
+        f"{ours.held} are equal on both sides",
         {"waiting_for": "", "sessions": ours.sessions, "users": ours.users, **common.at_stage("")},
     )
 

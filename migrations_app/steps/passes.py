@@ -105,7 +105,7 @@ def _begin_pass(move: TenantMigration, clock: Clock) -> Wait:
         # What runtimes serve from now on is what the fence will have to copy again.
         tenants.track(move.tenant, until=now + common.TRACKED)
     return Wait(
-        note="" if move.passes else f"The first pass begins: {counts.sessions:,} sessions",
+        note="" if move.passes else f"The first pass begins: {counted(counts.sessions, 'session')}",
         changes={
             "passes": move.passes + 1,
             "pass_started_at": now,
@@ -132,7 +132,8 @@ def _check_source(move: TenantMigration, source: SessionStore) -> None:
 def _end_pass(move: TenantMigration, outcome: Wait, mark_seconds: float, clock: Clock) -> Wait:
     changed = outcome.changes["changed"]
     first = move.passes == 1
-    note = f"Pass {move.passes} ends: {changed:,} sessions copied" if first or changed else ""
+    ends = f"Pass {move.passes} ends: {counted(changed, 'session')} copied"
+    note = ends if first or changed else ""
     return Wait(
         note=note,
         changes={

@@ -76,7 +76,7 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
         tenants.note_survey(move.target_store, asdict(found.target), now=now)
     return Go(
         Phase.BACKFILL,
-        f"Prepared: {found.source.sessions:,} sessions of {found.source.users:,} users",
+        f"Prepared: {found.source.held}",
         {
             "checks": _as_json(checks),
             "findings": found.findings,

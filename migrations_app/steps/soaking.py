@@ -311,7 +311,7 @@ def offboard(move: TenantMigration, clock: Clock) -> Outcome:
     changes = meter.changes(move)
     return Go(
         Phase.DONE,
-        f"{changes['deleted']:,} sessions deleted at {move.source_store}"
+        f"{counted(changes['deleted'], 'session')} deleted at {move.source_store}"
         + (f", {left:,} left because they changed: {', '.join(names)}" if left else "")
         + (" ..." if left > LEFT_NAMED else "")
         + (f"; {counted(files, 'artifact')} left that changed" if files else ""),

@@ -87,6 +87,9 @@ def test_older_turns_that_still_run_are_counted(
     text = fragment(people, move)
     assert "Ending older turns" in text
     assert "2 turns from before still run" in text
+    one.in_flight_older = {"acme": 1}
+    one.save()
+    assert "1 turn from before still runs" in fragment(people, move)
     assert "store-eu1-a lets earlier turns end" in text
 
 

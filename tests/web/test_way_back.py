@@ -218,7 +218,7 @@ def test_a_rollback_that_was_stopped_says_that_the_target_opens_again(
 
 def test_a_rollback_that_gave_up_is_news_for_a_day(moving: Moving, at: datetime) -> None:
     move = moving(Phase.REVERSE_DRAIN)
-    note = "Not drained after 60s: 1 turns in flight, waiting for eu1-b-1"
+    note = "Not drained after 60s: 1 turn in flight, waiting for eu1-b-1"
     move.events.create(at=at, who="mover", was=move.phase, now=Phase.SOAK, note=note)
     TenantMigration.objects.update(phase=Phase.SOAK, fence_opened_at=at)
     (item,) = overview.attention(now=at)

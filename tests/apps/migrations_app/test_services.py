@@ -480,7 +480,7 @@ def test_a_turn_that_outlasts_the_drain_bound_aborts_the_move(
     files.clock.pass_by(61)
     files.run()
     assert files.move.phase == Phase.ABORTED
-    assert any("1 turns in flight" in event.note for event in files.move.events.all())
+    assert any("1 turn in flight" in event.note for event in files.move.events.all())
     assert files.agents_may_write(files.source)
 
 
