@@ -181,14 +181,11 @@ class _Group:
 
     members: Sequence[Member]
     free: Sequence[Member]
-    # Only one may use them, so it keeps all of them when nobody answers it.
-    alone: bool
 
 
 def _group(members: Sequence[Member], cells: frozenset[int]) -> _Group:
     mine = [member for member in members if member.cell in cells]
-    free = [member for member in mine if member.free]
-    return _Group(mine, free, sum(member.standing.leased for member in mine) == 1)
+    return _Group(mine, [member for member in mine if member.free])
 
 
 def fill(total: int, wanted: Sequence[int]) -> list[int]:
@@ -218,7 +215,8 @@ def _rests(tenant: str, ask: Ask, group: _Group, documents: Mapping[int, dict[st
         return False
     if _left(ask, shares[0]) != shares[0][_LEFT]:
         return False
-    for limit, (full, safe, units, _) in zip(_limits(ask), (_RATE, _RUNS), strict=True):
+    for limit, kind in zip(_limits(ask), (_RATE, _RUNS), strict=True):
+        full, safe, units, _ = kind
         values = [share[full] for share in shares]
         if limit is None or None in values:
             if limit is None and not any(value is not None for value in values):
@@ -226,9 +224,8 @@ def _rests(tenant: str, ask: Ask, group: _Group, documents: Mapping[int, dict[st
             return False
         if not 0 <= limit - round(sum(values) * units) <= limit // 1_000:
             return False
-        # Whether it is alone shows in the safe part of any.
-        share = shares[0]
-        if share[safe] != _safe(round(share[full] * units), group.alone) / units:
+        # One that comes back has no more than its safe part: that part's own is to be said.
+        if any(share[safe] != _safe(round(share[full] * units), kind) / units for share in shares):
             return False
     for member, share in zip(group.free, shares, strict=True):
         documents[member.id][tenant] = share
@@ -258,7 +255,6 @@ def _divide(
         share = _share(
             None if rates is None else rates[at],
             None if runs is None else runs[at],
-            group.alone,
             _left(ask, had),
         )
         # The same object where nothing changed: by it documents are compared.
@@ -340,22 +336,27 @@ def _units(document: Document, tenant: str, at: int, units: int) -> int:
     return 0 if value is None else round(value * units)
 
 
-def _share(rate: int | None, runs: int | None, alone: bool, left: int | None) -> Share:
+def _share(rate: int | None, runs: int | None, left: int | None) -> Share:
     return [
         None if rate is None else rate / RATE_UNITS,
         runs,
         # Nobody divides tokens per minute.
         None,
-        None if rate is None else _safe(rate, alone) / RATE_UNITS,
-        None if runs is None else _safe(runs, alone),
+        None if rate is None else _safe(rate, _RATE) / RATE_UNITS,
+        None if runs is None else _safe(runs, _RUNS),
         None,
         left,
     ]
 
 
-def _safe(part: int, alone: bool) -> int:
-    """Return what is left of a part for an instance that nobody answers."""
-    return part if alone else part // 2
+def _safe(part: int, kind: Kind) -> int:
+    """Return what is left of a part for an instance that nobody answers: half of it.
+
+    For one that is alone in its cell too: were it all, a process that is started again after a
+    crash would find nothing left until the lease of the dead one is over. Of runs at once one is
+    left in any case, or a tenant that may have one would have none while nobody answers.
+    """
+    return (part + 1) // 2 if kind is _RUNS else part // 2
 
 
 def _left(ask: Ask, had: Share | None) -> int | None:

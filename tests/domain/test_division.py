@@ -347,7 +347,7 @@ def test_what_is_lent_goes_where_it_is_asked_for_within_a_few_rounds(
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10, deadline=None)
-def test_an_instance_that_is_alone_has_all_and_keeps_it_when_nobody_answers(seed: int) -> None:
+def test_an_instance_that_is_alone_has_all_and_half_of_it_when_nobody_answers(seed: int) -> None:
     ask = Ask(frozenset({1}), runs_per_second=2.5, max_concurrent_runs=7)
     world = World(ask, seed, trouble=0.0)
     world._misfortune = lambda: None  # type: ignore[method-assign]
@@ -358,7 +358,7 @@ def test_an_instance_that_is_alone_has_all_and_keeps_it_when_nobody_answers(seed
     one.cut_off = True
     for _ in range(50):
         world.tick()
-    assert (one.may("runs_per_second", 70), one.may("max_concurrent_runs", 70)) == (2.5, 7)
+    assert (one.may("runs_per_second", 70), one.may("max_concurrent_runs", 70)) == (1.25, 4)
 
 
 @given(
@@ -378,19 +378,9 @@ def test_whole_units_are_divided_fairly_and_completely(total: int, wanted: list[
 # --- single steps ---------------------------------------------------------------------------
 
 
-def share(
-    runs: int | None, *, alone: bool = False, rate: float | None = None, left: int | None = None
-) -> list[Any]:
-    part = 1 if alone else 2
-    return [
-        rate,
-        runs,
-        None,
-        None if rate is None else rate / part,
-        None if runs is None else runs // part,
-        None,
-        left,
-    ]
+def share(runs: int | None, *, rate: float | None = None, left: int | None = None) -> list[Any]:
+    half = None if runs is None else (runs + 1) // 2
+    return [rate, runs, None, None if rate is None else rate / 2, half, None, left]
 
 
 def member(number: int, runs: int | None = None, **said: Any) -> Member:
@@ -411,12 +401,23 @@ def runs_of(made: Any, number: int) -> int:
 TEN = {"acme": Ask(frozenset({1}), max_concurrent_runs=10)}
 
 
-def test_the_first_instance_gets_all_and_its_safe_part_is_all() -> None:
-    assert redivide([member(1)], TEN)[1].shares == {"acme": share(10, alone=True)}
+def test_the_first_instance_gets_all_and_half_of_it_is_its_safe_part() -> None:
+    assert redivide([member(1)], TEN)[1].shares == {"acme": [None, 10, None, None, 5, None, None]}
+
+
+def test_of_one_run_at_once_one_is_safe() -> None:
+    one = {"acme": Ask(frozenset({1}), max_concurrent_runs=1)}
+    assert redivide([member(1)], one)[1].shares == {"acme": [None, 1, None, None, 1, None, None]}
+
+
+def test_a_process_that_follows_a_crashed_one_has_half_before_the_lease_is_over() -> None:
+    later = Standing(fresh=False, running=False, leased=True)
+    crashed = member(1, 10, standing=later)
+    assert runs_of(redivide([crashed, member(2)], TEN), 2) == 5
 
 
 def test_a_newcomer_waits_until_the_other_has_said_that_it_applies_less() -> None:
-    first = member(1, shares={"acme": share(10, alone=True)})
+    first = member(1, shares={"acme": share(10)})
     made = redivide([first, member(2)], TEN)
     assert (runs_of(made, 1), runs_of(made, 2)) == (5, 0)
     assert made[1].before == first.shares
@@ -439,7 +440,7 @@ def test_an_instance_that_comes_back_has_no_more_than_the_safe_part() -> None:
     gone = member(1, 6, standing=silent, in_flight={"acme": 3})
     made = redivide([gone, member(2, 4, demand={"acme": (0, 20)})], TEN)
     # It may still run 6, so nobody gets more yet; coming back it has 3.
-    assert made[1].shares["acme"] == share(3, alone=True)
+    assert made[1].shares["acme"] == [None, 3, None, None, 3, None, None]
     assert made[1].before["acme"] == [None, 6, None, None, 3, None, None]
     assert 2 not in made
     later = Standing(fresh=False, running=False, leased=True)

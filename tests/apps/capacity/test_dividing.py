@@ -100,8 +100,8 @@ def test_the_only_instance_of_a_cell_gets_all_of_each_limit(
             "runs_per_second": 2.5,
             "max_concurrent_runs": 10,
             "tokens_per_minute": None,
-            "safe_runs_per_second": 2.5,
-            "safe_max_concurrent_runs": 10,
+            "safe_runs_per_second": 1.25,
+            "safe_max_concurrent_runs": 5,
             "safe_tokens_per_minute": None,
             "tokens_left": None,
         }
@@ -128,7 +128,7 @@ def test_a_second_instance_waits_until_the_first_has_said_that_it_applies_less(
     one.says(now=now)
     rounds(cast.cell, one, two, now=now)
     assert (one.runs(), two.runs()) == (5, 5)
-    assert one.shares["acme"]["safe_max_concurrent_runs"] == 2
+    assert one.shares["acme"]["safe_max_concurrent_runs"] == 3
 
 
 @pytest.mark.django_db
@@ -279,10 +279,10 @@ def test_an_instance_that_is_silent_keeps_the_safe_part_until_its_lease_is_over(
     assert two.runs() == 5
     while now < until + 65 * SECOND:
         now = rounds(cast.cell, two, now=now, count=1)
-    assert two.runs() == 8
+    assert two.runs() == 7
     # Coming back, it has the safe part, and no more before others have given it back.
     one.says(now=now)
-    assert (one.runs(), one.shares["acme"]["safe_max_concurrent_runs"]) == (2, 2)
+    assert (one.runs(), one.shares["acme"]["safe_max_concurrent_runs"]) == (3, 3)
     for _ in range(4):
         wants = Usage("acme", now, refused={"concurrency": 20})
         one.says(now=now, usage=(wants,))
