@@ -321,11 +321,16 @@ def _postgres(home: Home) -> str:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--homes", type=Path, required=True, help='{"acme": ["app", "url"]}')
-    options.add_argument("journals", type=Path, nargs="+")
+    shape = '{"acme": [app name, URL of the store where it lives, stores in which it lived]}'
+    options.add_argument(
+        "--homes", type=Path, required=True, help=f"{shape}, as the demo keeps in var/demo"
+    )
+    options.add_argument("journals", type=Path, nargs="+", help="such as var/demo/journal/*.jsonl")
     chosen = options.parse_args()
-    homes = {t: Home(*home) for t, home in json.loads(chosen.homes.read_text()).items()}
-    verdict = audit(chosen.journals, homes)
+    known = json.loads(chosen.homes.read_text())
+    homes = {tenant: Home(name, url) for tenant, (name, url, _) in known.items()}
+    lived = {tenant: [Lived(*one) for one in stores] for tenant, (_, _, stores) in known.items()}
+    verdict = audit(chosen.journals, homes, lived=lived)
     for example in verdict.examples:
         print(example, file=sys.stderr)
     print(verdict)

@@ -122,6 +122,8 @@ def _run(under: Ground, once: bool) -> int:
         print("The agents talk on: move another tenant. Ctrl-C ends everything.", flush=True)
         while True:
             _tend(supervisor)
+            # For `python -m bench.audit_events`, whenever somebody asks.
+            scene.note_homes()
             time.sleep(0.25)
 
 

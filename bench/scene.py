@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from bench.audit_events import Home
+from bench.audit_events import Home, Lived
 from bench.fill import Part
 from bench.fleet import Config, Talk
 from durable.clock import database_now
@@ -22,7 +22,7 @@ from migrations_app.models import TenantMigration
 from platform_admin.processes import Process
 from tenants import services
 from tenants.domain.roles import TokenRole
-from tenants.models import Cell, Store, Tenant
+from tenants.models import Cell, PlacementChange, Store, Tenant
 
 BY = "demo"
 QUOTA = 5_000_000
@@ -191,6 +191,39 @@ class Scene:
             tenant.slug: Home(tenant.app_name, self.stores[tenant.placement.store.key])
             for tenant in Tenant.objects.select_related("placement__store")
         }
+
+    def lived(self) -> dict[str, list[Lived]]:
+        """Return, by tenant, the stores in which it has lived, in order.
+
+        A split keeps it where it is, and so does its end there. In between sessions began at the
+        other store: those that come back have lived there first.
+        """
+        flips = TenantMigration.objects.values_list("back_placement_version", flat=True)
+        ended = set(flips.exclude(back_placement_version=None))
+        found: dict[str, list[Lived]] = {}
+        changes = PlacementChange.objects.order_by("id")
+        for tenant, version, key in changes.values_list(
+            "tenant__slug", "placement_version", "store__key"
+        ):
+            places = found.setdefault(tenant, [])
+            if places and places[-1].store == key and version not in ended:
+                places.append(Lived(next(one for one in self.stores if one != key), births=True))
+            places.append(Lived(key))
+        return found
+
+    def note_homes(self) -> Path:
+        """Write down what `bench.audit_events` has to know of the tenants; return where."""
+        path, lived = self.home / "homes.json", self.lived()
+        known = {
+            tenant: [home.app_name, home.url, lived.get(tenant, [])]
+            for tenant, home in self.homes().items()
+        }
+        new = path.with_suffix(".new")
+        # It holds addresses.
+        new.touch(mode=0o600)
+        new.write_text(json.dumps(known))
+        new.rename(path)
+        return path
 
     def _parts(self) -> list[Part]:
         return [

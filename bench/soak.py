@@ -33,7 +33,7 @@ from bench.plane import control_plane
 from platform_admin.processes import Supervisor, installation
 
 if TYPE_CHECKING:
-    from bench.audit_events import Lived, Verdict
+    from bench.audit_events import Verdict
     from migrations_app.domain.phases import Phase
     from migrations_app.models import TenantMigration
 
@@ -111,8 +111,7 @@ def measure(
         moves = soak.run(turns)
         took = time.monotonic() - began
         soak.supervisor.stop(*FLEETS)
-        lived = {TENANT: soak.watch.lived()}
-        verdict = audit(soak.scene.journals, soak.scene.homes(), lived=lived)
+        verdict = audit(soak.scene.journals, soak.scene.homes(), lived=soak.scene.lived())
         left = soak.watch.left_on_the_source()
     for example in (*verdict.examples, *soak.watch.changes):
         print(example, file=sys.stderr)
@@ -181,26 +180,6 @@ class Watch:
             words = f"{self._seen} became {seen}"
             self.changes.append(f"{move} {move.phase}: closed {window[1]} changed: {words}")
         self._window, self._seen = window, seen
-
-    def lived(self) -> list[Lived]:
-        """Return the stores in which the tenant has lived, in order.
-
-        A split keeps it where it is, and so does its end there. In between sessions began at the
-        other store: those that come back have lived there first.
-        """
-        from bench.audit_events import Lived
-        from migrations_app.models import TenantMigration
-        from tenants.models import PlacementChange
-
-        flips = TenantMigration.objects.values_list("back_placement_version", flat=True)
-        ended = set(flips.exclude(back_placement_version=None))
-        places: list[Lived] = []
-        changes = PlacementChange.objects.filter(tenant__slug=TENANT).order_by("id")
-        for version, key in changes.values_list("placement_version", "store__key"):
-            split = bool(places) and places[-1].store == key and version not in ended
-            births = Lived(TARGET if key == SOURCE else SOURCE, births=True)
-            places += [births, Lived(key)] if split else [Lived(key)]
-        return places
 
     def born(self) -> int:
         """Return how many of the target's sessions the source does not have."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.audit_events import Home, Lived, Verdict, audit
+from bench.audit_events import Home, Lived, Verdict, audit, main
 from bench.journal import Journal, Line
 
 
@@ -275,3 +275,22 @@ def test_a_journal_goes_on_where_a_killed_process_left_a_line_unended(world: Wor
     world.tell("turn", at=4.0, count=3)
     assert str(world.audit()) == "4 acknowledged, 4 found, 0 doubled"
     assert world.audit().clean
+
+
+def test_the_command_counts_a_tenant_that_went_away_and_came_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for store, name in (("b", "e3"), ("a", "e4")):
+        world.store(name, "agent")
+        world.tell("event", id=name, store=store, at=float(name[1:]))
+    world.tell("turn", count=4, at=5.0)
+    homes = world.path.with_name("homes.json")
+    command = ["audit_events", "--homes", str(homes), str(world.path)]
+    monkeypatch.setattr("sys.argv", command)
+    for lived, code in (([["a", False], ["b", False]], 1), (["a", "b", "a"], 0)):
+        places = [one if isinstance(one, list) else [one] for one in lived]
+        homes.write_text(json.dumps({"acme": [world.home.app_name, world.home.url, places]}))
+        assert main() == code
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "5 acknowledged, 5 found, 0 doubled"
+    assert "acknowledged by a then b then a" in err

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from bench.audit_events import Lived
+from bench.scene import Scene
 from bench.soak import SOURCE, TARGET, Watch
 from migrations_app.domain.phases import ENDED, Phase
 from migrations_app.models import TenantMigration
@@ -126,7 +129,7 @@ def test_the_source_is_open_while_the_way_back_out_of_a_split_waits_for_its_proo
 
 
 def test_a_split_is_lived_in_by_whoever_began_there(
-    watch: Watch, move: TenantMigration, cast: make.Cast, now: datetime
+    move: TenantMigration, cast: make.Cast, now: datetime, tmp_path: Path
 ) -> None:
     def says(kind: str) -> None:
         store = cast.other_store if kind == "on" else cast.store
@@ -150,7 +153,11 @@ def test_a_split_is_lived_in_by_whoever_began_there(
         says(kind)
     home, far = Lived(SOURCE), Lived(TARGET)
     births = Lived(TARGET, births=True)
-    assert watch.lived() == [home, births, home, home, births, home, far, home]
+    scene = Scene(home=tmp_path, stores={SOURCE: "one", TARGET: "two"}, cells={}, residents=())
+    lived = [home, births, home, home, births, home, far, home]
+    assert scene.lived()["acme"] == lived
+    known = json.loads(scene.note_homes().read_text())
+    assert known["acme"] == [APP, "one", [list(place) for place in lived]]
 
 
 def test_an_open_store_is_not_looked_at(watch: Watch, move: TenantMigration, now: datetime) -> None:
