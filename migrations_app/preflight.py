@@ -13,7 +13,7 @@ from django.db.models import Q
 
 from durable.errors import Refused
 from migrations_app import ports, queries
-from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.domain.phases import ENDED, Mode, Phase
 from migrations_app.models import ArtifactVersion, SideChannel, TenantMigration
 from migrations_app.ports import artifacts
 from migrations_app.ports.base import START, Finding, StoreRefused, Survey
@@ -73,8 +73,11 @@ def preflight(
 ) -> Preflight:
     """Look at both stores and cells and write nothing. Takes seconds at most.
 
-    `move` is the one that asks: what stands behind its own guard row is no stranger's.
+    Of one store only the cells matter: what is in it stays. `move` is the one that asks: what
+    stands behind its own guard row is no stranger's.
     """
+    if source_store == target_store:
+        return _of_cell(tenant, source_store, source_cell, target_cell, now)
     stores = between_stores(tenant, source_store=source_store, target_store=target_store, move=move)
     source, target, checks = stores.source, stores.target, list(stores.checks)
     looked, further = artifact_checks(tenant, source_store, target_store, move=move)
@@ -84,6 +87,18 @@ def preflight(
     if source is not None and target is not None:
         checks.append(_practised((source_store, source), (target_store, target), now))
     return Preflight(tuple(checks), source, target, further)
+
+
+def _of_cell(tenant: Tenant, store: Store, source: Cell, target: Cell, now: datetime) -> Preflight:
+    """Look at what a move of the cell alone depends on."""
+    checks: list[Check] = []
+    survey = _survey(store, tenant, "Store", checks)
+    checks += _cell_checks(source, target, store, now)
+    detail = (
+        f"{store} stays open, for both cells' agents write it: that the old cell has stopped is"
+        " shown by its instances' word and their leases alone"
+    )
+    return Preflight((*checks, Check("Proof", None, detail)), survey, survey)
 
 
 def between_stores(
@@ -379,7 +394,8 @@ def way_back(move: TenantMigration, *, now: datetime) -> list[Check]:
 
     Opens both stores and writes nothing. Takes seconds at most.
     """
-    sides = (move.source_store, move.target_store)
+    # Where only the cell has changed no store was guarded, and none is opened.
+    sides = () if move.mode == Mode.CELL else (move.source_store, move.target_store)
     checks = [_guarded(move, store) for store in sides]
     checks.append(instance_check(move.target_cell, move.source_cell, move.source_store, now=now))
     return [check for check in checks if not check.ok]

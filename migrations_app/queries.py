@@ -11,7 +11,7 @@ from django.db.models import Q, QuerySet
 
 from migrations_app.domain.channels import ChannelState, Step, StepBy
 from migrations_app.domain.mismatch import Looks
-from migrations_app.domain.phases import FENCED, REVERSED, Phase
+from migrations_app.domain.phases import FENCED, REVERSED, Mode, Phase
 from migrations_app.domain.quote import Quote, quote
 from migrations_app.models import Mismatch, MoveChannel, SideChannel, TenantMigration
 from migrations_app.ports.channel import Allowed
@@ -84,6 +84,8 @@ def reading_seconds(move: TenantMigration, *, back: bool = False) -> float:
 
 def to_copy(move: TenantMigration) -> int:
     """Return how many sessions the next fence would copy, as a forecast."""
+    if move.mode == Mode.CELL:
+        return 0
     return to_carry(move) if goes_back(move) else changed_since_pass(move)
 
 

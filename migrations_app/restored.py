@@ -20,7 +20,16 @@ from django.db.models import F, Max, QuerySet
 from durable.errors import Refused
 from migrations_app import artifacts, channels, ports, queries
 from migrations_app.domain.phases import ENDED, Mode, Phase
-from migrations_app.domain.restored import GuardRow, LiveMove, Says, Split, Verdict, judge, told
+from migrations_app.domain.restored import (
+    STAYS_REFUSED,
+    GuardRow,
+    LiveMove,
+    Says,
+    Split,
+    Verdict,
+    judge,
+    told,
+)
 from migrations_app.models import RestoreFinding, TenantMigration
 from migrations_app.ports.base import Guard, SessionStore, StoreRefused
 from tenants import queries as tenants_queries
@@ -236,7 +245,8 @@ def settle(
                 f"{', '.join(stores.silent)} must answer first: closing the other stores and"
                 f" opening {home} has to leave exactly one open."
             )
-        _touch(tenant, home, chosen, rows, open_too | set(rows), by=by, reason=reason, now=now)
+        words = f"Guard rows put right after a restore: {reason}"
+        touch(tenant, home, chosen, rows, open_too | set(rows), by=by, words=words, now=now)
     with transaction.atomic():
         locked = _lock_open(finding)
         words = f"Settled after a restore: {reason}"
@@ -280,7 +290,7 @@ def leave_refused(finding: RestoreFinding, *, by: str, reason: str, now: datetim
         live = locked.tenant.moves.select_for_update().exclude(phase__in=ENDED).first()
         if live is not None:
             _end(live, None, None, by=by, reason=reason, now=now)
-        _resolve(locked, "Stays refused", by=by, reason=reason, now=now)
+        _resolve(locked, STAYS_REFUSED, by=by, reason=reason, now=now)
         tenants.audit(
             who=by,
             verb="restored.leave_refused",
@@ -705,7 +715,7 @@ def _as_asked(by: str, reason: str, now: datetime) -> dict[str, object]:
     return {"abort_requested_at": now, "abort_requested_by": by, "abort_reason": reason}
 
 
-def _touch(
+def touch(
     tenant: Tenant,
     home: Store,
     cell: Cell,
@@ -713,7 +723,7 @@ def _touch(
     keys: Collection[str],
     *,
     by: str,
-    reason: str,
+    words: str,
     now: datetime,
 ) -> None:
     """Leave exactly one of these stores open to agents: `home`, under a move's number of its own.
@@ -722,7 +732,6 @@ def _touch(
     settling again goes on from there. The number is above every row's, so the rows rise and
     nobody who held them before writes any more.
     """
-    words = f"Guard rows put right after a restore: {reason}"
     placement = tenant.placement
     # Known and ended before it stands in a store: a row that nobody knows would block moves.
     with transaction.atomic():

@@ -105,7 +105,6 @@ def start(
     check_times(budget_seconds, drain_bound_seconds, soak_seconds)
     check_pace(pace_per_second, finish_by, now)
     check_idle(idle_seconds, idle_bound_seconds)
-    check_pause(pause_before, mode)
     placement = Placement.objects.select_related("cell", "store").get(tenant=tenant)
     live = tenant.moves.exclude(phase__in=ENDED).first()
     if live is not None:
@@ -118,15 +117,12 @@ def start(
             f"{tenant} is split between {placement.cell} and another cell, and its move has ended:"
             " run `manage.py restored`, which lets the split be joined. Nothing was changed."
         )
-    if placement.store == target_store:
-        raise SamePlace(
-            f"{tenant} lives on {target_store} already. A move that changes only the cell is not"
-            " built yet: choose another store."
-        )
-    if mode == Mode.SPLIT and placement.cell == target_cell:
-        raise SamePlace(
-            f"{tenant} lives in {target_cell} already, and a split is between two cells: choose"
-            " another cell, or a move by fence."
+    mode = mode_of(placement, target_cell, target_store, mode)
+    check_pause(pause_before, mode)
+    if mode == Mode.CELL and (rehearsal or flip_by_hand):
+        raise InvalidOption(
+            f"Only the cell of {tenant} changes, so nothing is copied or compared: there is nothing"
+            " to rehearse, and nothing to look at before the flip."
         )
     found = preflight(
         tenant,
@@ -192,6 +188,32 @@ def start(
         # Two people, or one who clicked twice: the constraint let one through.
         raise AlreadyMigrating(f"{tenant} is moving already. Open its move instead.") from error
     return move
+
+
+def mode_of(placement: Placement, cell: Cell, store: Store, wanted: Mode) -> Mode:
+    """Return the mode of a move from a placement: where only the cell differs there is but one.
+
+    Raises SamePlace where there is nothing to move, or not in that way.
+    """
+    tenant = placement.tenant
+    if placement.store == store and placement.cell == cell:
+        raise SamePlace(f"{tenant} lives in {cell}, on {store}, already. Choose another of them.")
+    if wanted == Mode.CELL and placement.store != store:
+        raise SamePlace(
+            f"A move of the cell alone leaves {tenant} on {placement.store}. Choose that store, or"
+            " a move by fence."
+        )
+    if wanted == Mode.SPLIT and placement.store == store:
+        raise SamePlace(
+            f"{tenant} lives on {store} already, and a split is between two stores: choose another"
+            " store, or a move of the cell alone."
+        )
+    if wanted == Mode.SPLIT and placement.cell == cell:
+        raise SamePlace(
+            f"{tenant} lives in {cell} already, and a split is between two cells: choose"
+            " another cell, or a move by fence."
+        )
+    return Mode.CELL if placement.store == store else wanted
 
 
 def rehearse_move(
@@ -294,9 +316,12 @@ def close_fence(
         if row.phase == Phase.SPLIT:
             _wait_no_longer(row, now)
             return
-        if row.phase != Phase.BACKFILL:
+        if row.mode == Mode.CELL:
+            if row.phase != Phase.PREPARE:
+                raise NotNow(f"{row} is in {row.phase.upper()}: the fence closes out of PREPARE.")
+        elif row.phase != Phase.BACKFILL:
             raise NotNow(f"{row} is in {row.phase.upper()}: the fence closes out of BACKFILL.")
-        if not row.passes or row.pass_ended_at is None:
+        elif not row.passes or row.pass_ended_at is None:
             raise NotNow(
                 f"{row} is still on its first pass: the fence would be as long as the copy."
             )
@@ -324,7 +349,8 @@ def cancel_fence(
     """Take "close the fence" back while it still waits for its last pass."""
     _require(reason)
     with _asking(move, "cancel_fence", seen=seen, by=by, reason=reason, now=now) as row:
-        if row.phase != Phase.BACKFILL or row.drain_requested_at is None:
+        waits = row.phase in (Phase.PREPARE, Phase.BACKFILL)
+        if not waits or row.drain_requested_at is None:
             raise NotNow(f"{row} has no fence that waits to be closed.")
         row.drain_requested_at, row.drain_requested_by = None, ""
 
@@ -501,6 +527,8 @@ def set_pace(
     _require(reason)
     check_pace(pace_per_second, finish_by, now)
     with _asking(move, "set_pace", seen=seen, by=by, reason=reason, now=now) as row:
+        if row.mode == Mode.CELL:
+            raise NotNow(f"{row} copies nothing, so it has no pace.")
         if row.phase not in (Phase.PREPARE, Phase.BACKFILL, Phase.SPLIT):
             raise NotNow(f"{row} is in {row.phase.upper()}: only BACKFILL and SPLIT have a pace.")
         row.pace_per_second, row.finish_by = pace_per_second, finish_by

@@ -28,29 +28,32 @@ class Phase(StrEnum):
 class Mode(StrEnum):
     FENCE = "fence"  # Every new turn is refused for a short, measured time.
     SPLIT = "split"  # Only known sessions are, and only once they are idle.
+    CELL = "cell"  # Only the cell changes: the store stays, open to both, and nothing is copied.
 
 
 TABLE: dict[Phase, frozenset[Phase]] = {
-    Phase.PREPARE: frozenset({Phase.BACKFILL, Phase.REOPEN}),
+    Phase.PREPARE: frozenset({Phase.BACKFILL, Phase.DRAIN, Phase.REOPEN}),
     Phase.BACKFILL: frozenset({Phase.SPLIT, Phase.DRAIN, Phase.REOPEN}),
     Phase.SPLIT: frozenset({Phase.DRAIN, Phase.REVERSE_DRAIN, Phase.REOPEN}),
-    Phase.DRAIN: frozenset({Phase.DELTA, Phase.REOPEN, Phase.SPLIT}),
+    Phase.DRAIN: frozenset({Phase.DELTA, Phase.TARGET, Phase.REOPEN, Phase.SPLIT}),
     Phase.DELTA: frozenset({Phase.VERIFY, Phase.REOPEN, Phase.SPLIT}),
     Phase.VERIFY: frozenset({Phase.TARGET, Phase.REOPEN, Phase.SPLIT}),
     Phase.TARGET: frozenset({Phase.SOAK}),
-    Phase.SOAK: frozenset({Phase.OFFBOARD, Phase.REVERSE_DRAIN}),
+    Phase.SOAK: frozenset({Phase.OFFBOARD, Phase.DONE, Phase.REVERSE_DRAIN}),
     Phase.OFFBOARD: frozenset({Phase.DONE}),
     Phase.DONE: frozenset(),
     Phase.REOPEN: frozenset({Phase.ABORTED}),
     Phase.ABORTED: frozenset(),
-    Phase.REVERSE_DRAIN: frozenset({Phase.REVERSE_DELTA, Phase.SOAK, Phase.SPLIT}),
+    Phase.REVERSE_DRAIN: frozenset(
+        {Phase.REVERSE_DELTA, Phase.REVERSE_TARGET, Phase.SOAK, Phase.SPLIT}
+    ),
     Phase.REVERSE_DELTA: frozenset({Phase.REVERSE_VERIFY, Phase.SOAK, Phase.SPLIT}),
     Phase.REVERSE_VERIFY: frozenset({Phase.REVERSE_TARGET, Phase.SOAK, Phase.SPLIT}),
     Phase.REVERSE_TARGET: frozenset({Phase.ROLLED_BACK}),
     Phase.ROLLED_BACK: frozenset(),
 }
 
-# Where a phase leads when all goes well, unless the mode says otherwise.
+# Where a phase leads when all goes well, unless the mode says otherwise (`onward`).
 FORWARD: dict[Phase, Phase] = {
     Phase.PREPARE: Phase.BACKFILL,
     Phase.BACKFILL: Phase.DRAIN,
@@ -66,6 +69,18 @@ FORWARD: dict[Phase, Phase] = {
     Phase.REVERSE_DELTA: Phase.REVERSE_VERIFY,
     Phase.REVERSE_VERIFY: Phase.REVERSE_TARGET,
     Phase.REVERSE_TARGET: Phase.ROLLED_BACK,
+}
+
+# Where the mode says otherwise. Of the cell alone there is nothing to copy, compare or delete.
+OTHERWISE: dict[Mode, dict[Phase, Phase]] = {
+    Mode.FENCE: {},
+    Mode.SPLIT: {Phase.BACKFILL: Phase.SPLIT},
+    Mode.CELL: {
+        Phase.PREPARE: Phase.DRAIN,
+        Phase.DRAIN: Phase.TARGET,
+        Phase.SOAK: Phase.DONE,
+        Phase.REVERSE_DRAIN: Phase.REVERSE_TARGET,
+    },
 }
 
 # Where an abort leads. A phase that is missing here can't be aborted. The way back leads to where
@@ -94,6 +109,11 @@ WAY_OUT: dict[Mode, dict[Phase, Phase]] = {
         Phase.REVERSE_DELTA: Phase.SOAK,
         Phase.REVERSE_VERIFY: Phase.SOAK,
     },
+    Mode.CELL: {
+        Phase.PREPARE: Phase.REOPEN,
+        Phase.DRAIN: Phase.REOPEN,
+        Phase.REVERSE_DRAIN: Phase.SOAK,
+    },
 }
 
 
@@ -115,9 +135,7 @@ def onward(mode: Mode, phase: Phase) -> Phase:
     >>> onward(Mode.FENCE, Phase.VERIFY), onward(Mode.SPLIT, Phase.BACKFILL)
     (<Phase.TARGET: 'target'>, <Phase.SPLIT: 'split'>)
     """
-    if mode is Mode.SPLIT and phase is Phase.BACKFILL:
-        return Phase.SPLIT
-    return FORWARD[phase]
+    return OTHERWISE[mode].get(phase, FORWARD[phase])
 
 
 def pausable_before(mode: Mode) -> tuple[Phase, ...]:
@@ -128,11 +146,13 @@ def pausable_before(mode: Mode) -> tuple[Phase, ...]:
 
     >>> [str(phase) for phase in pausable_before(Mode.FENCE)]
     ['backfill', 'drain', 'delta', 'verify', 'target', 'offboard']
+    >>> [str(phase) for phase in pausable_before(Mode.CELL)]
+    ['drain', 'target']
     """
     found, phase = [], Phase.PREPARE
     while phase in FORWARD:
         then = onward(mode, phase)
-        if phase not in UNPAUSABLE:
+        if phase not in UNPAUSABLE and then not in ENDED:
             found.append(then)
         phase = then
     return tuple(found)

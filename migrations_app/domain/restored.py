@@ -82,6 +82,10 @@ class Verdict:
         return not self.differs
 
 
+# What became of a tenant of which nobody could say where it lives: no turn of it is taken before
+# it is compared anew.
+STAYS_REFUSED = "Stays refused"
+
 # Whether agents may write at (source, target) in each phase. The step that changes a flag is
 # in the phase itself, so there both are right.
 _NO, _YES, _EITHER = frozenset({False}), frozenset({True}), frozenset({False, True})

@@ -7,7 +7,7 @@ from typing import Any
 from durable.driver import Clock, holding
 from durable.machine import Go, Outcome
 from migrations_app import copying, queries
-from migrations_app.domain.phases import Phase
+from migrations_app.domain.phases import Mode, Phase
 from migrations_app.models import TenantMigration
 from migrations_app.preflight import way_back
 from migrations_app.steps import common
@@ -41,10 +41,11 @@ def roll_back(move: TenantMigration, clock: Clock) -> Outcome:
     quote = queries.fence_quote(move, now=now)
     if worst := common.too_long(move, quote):
         return common.waiting(move, worst)
-    with copying.opened(move, move.target_store) as target:
-        if not target.can_close():
-            # A trigger was dropped: the store would take late writers behind a closed fence.
-            target.provision()
+    if move.mode != Mode.CELL:
+        with copying.opened(move, move.target_store) as target:
+            if not target.can_close():
+                # A trigger was dropped: the store would take late writers behind a closed fence.
+                target.provision()
     if slow := common.not_hurried(move.target_cell, now):
         return common.waiting(move, slow, seconds=0.2)
     return Go(

@@ -182,6 +182,36 @@ def too_long(move: TenantMigration, quote: Quote) -> str:
     return f"a shorter fence: up to {longest}, budget {most}"
 
 
+def not_yet(move: TenantMigration, now: datetime) -> str:
+    """Return what a person has to say, or which time has to come, before the fence may close."""
+    if move.fence_not_before is not None and now < move.fence_not_before:
+        return f"its time, {move.fence_not_before:%d %b %H:%M} UTC"
+    if not move.automatic and move.drain_requested_at is None:
+        what = "the split" if forward(move) == Phase.SPLIT else "the drain"
+        return f"somebody to start {what}"
+    return ""
+
+
+def asked_for(move: TenantMigration) -> dict[str, bool]:
+    """Return what must still hold when the fence closes: taken back meanwhile, it does not."""
+    if move.phase == Phase.SPLIT:
+        # The way back begins out of the split, and a fence that is closed first would only be in
+        # its way: nothing leads out of that before its deadline, and TARGET is refused.
+        return {"rollback_requested_at__isnull": True}
+    waits = move.phase in (Phase.PREPARE, Phase.BACKFILL) and not move.automatic
+    return {"drain_requested_at__isnull": False} if waits else {}
+
+
+def close(move: TenantMigration, quote: Quote) -> Go:
+    """Go on to DRAIN, which closes the fence, with what it was expected to take."""
+    return Go(
+        Phase.DRAIN,
+        f"Fence closes: expected {duration(quote.expected)}, at most {duration(quote.worst)}",
+        {"waiting_for": "", "quote": quote.as_json(), "older_writers": [], **at_stage("")},
+        asked_for(move),
+    )
+
+
 def not_hurried(cell: Cell, now: datetime) -> str:
     """Return, as what is waited for, who does not poll at the fast cadence yet; "" nobody."""
     slow = tenants_queries.fence_waits_for(cell, now=now)

@@ -15,6 +15,7 @@ from migrations_app import artifacts, channels, copying, memory, ports, queries,
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.phases import (
     REVERSED,
+    Mode,
     Phase,
 )
 from migrations_app.models import TenantMigration
@@ -49,6 +50,9 @@ def drain(move: TenantMigration, clock: Clock) -> Outcome:
         if unproven is not None:
             return unproven
     home = copying.way(move).from_store
+    if move.mode == Mode.CELL:
+        # Not closed: that would close it to the cell that the tenant comes to.
+        return Go(common.forward(move), f"Drained, {home} stays open", {"waiting_for": ""})
     if move.phase in REVERSED and not copying.carries_back(move):
         # Here, for the next phase's own writing would look the same.
         with copying.opened(move, move.source_store) as store:
@@ -325,8 +329,9 @@ def _flip(
 ) -> tuple[datetime, str]:
     """Make the far side of the `way` the tenant's home, once; return when, and what to log."""
     sides, now = copying.way(move), clock()
-    with copying.opened(move, sides.to_store) as store:
-        store.take(mover=False, agents=True)
+    if move.mode != Mode.CELL:
+        with copying.opened(move, sides.to_store) as store:
+            store.take(mover=False, agents=True)
     with holding(move) as row:
         # A repeated step finds what its first run published.
         if getattr(row, column) is None:
@@ -348,7 +353,9 @@ def _flip(
     assert row.fence_opened_at is not None
     assert row.fence_closed_at is not None
     closed = row.fence_opened_at - row.fence_closed_at
+    where = sides.to_cell if move.mode == Mode.CELL else sides.to_store
     return row.fence_opened_at, (
-        f"Placement version {getattr(row, column)}: {move.tenant} lives on {sides.to_store}."
+        f"Placement version {getattr(row, column)}: {move.tenant} lives"
+        f" {'in' if move.mode == Mode.CELL else 'on'} {where}."
         f" The fence was closed for {duration(closed.total_seconds())}"
     )

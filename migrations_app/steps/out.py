@@ -6,7 +6,7 @@ from durable.driver import Clock, holding
 from durable.machine import Go, Outcome, Wait
 from migrations_app import artifacts, copying, memory
 from migrations_app.copying import Timer
-from migrations_app.domain.phases import Phase
+from migrations_app.domain.phases import Mode, Phase
 from migrations_app.models import TenantMigration
 from migrations_app.steps import common
 from tenants import services as tenants
@@ -16,9 +16,10 @@ def reopen(move: TenantMigration, clock: Clock) -> Outcome:
     """Open the store, then the policy, then remove from the target only what this move wrote."""
     if move.stage != "clean":
         # First the store: a runtime that is told to accept must find it open.
-        with copying.opened(move, move.source_store) as source:
-            if common.guards(move, source, str(move.source_store)):
-                source.take(mover=False, agents=True)
+        if move.mode != Mode.CELL:
+            with copying.opened(move, move.source_store) as source:
+                if common.guards(move, source, str(move.source_store)):
+                    source.take(mover=False, agents=True)
         now = clock()
         with holding(move) as row:
             refused = row.fence_version is not None or row.split_version is not None
@@ -30,6 +31,10 @@ def reopen(move: TenantMigration, clock: Clock) -> Outcome:
                 tenants.withdraw(move.tenant, move.target_cell)
         note = f"{move.tenant} is open on {move.source_store}"
         return Wait(note=note, changes={**common.at_stage("clean"), "waiting_for": ""})
+    if move.mode == Mode.CELL:
+        return Go(
+            Phase.ABORTED, f"{move.tenant} stays in {move.source_cell}", {"ended_at": clock()}
+        )
     if move.leave_requested_at is not None:
         return Go(
             Phase.ABORTED,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any
 
 from durable.driver import Clock, holding
 from durable.machine import Go, Outcome, Wait
@@ -20,7 +19,7 @@ from migrations_app.ports.base import (
 )
 from migrations_app.steps import common
 from tenants import services as tenants
-from tenants.domain.words import counted, duration
+from tenants.domain.words import counted
 
 # A last pass younger than this is fresh enough to close the fence on.
 FRESH_SECONDS = 5.0
@@ -176,7 +175,7 @@ def _ready(move: TenantMigration, clock: Clock) -> Outcome:
     if common.forward(move) == Phase.SPLIT:
         note = f"{move.tenant} is split: new sessions will begin on {move.target_store}"
         changes = {"waiting_for": "", **common.at_stage("")}
-        return Go(Phase.SPLIT, note, changes, _asked_for(move))
+        return Go(Phase.SPLIT, note, changes, common.asked_for(move))
     return may_close(move, clock)
 
 
@@ -196,16 +195,6 @@ def _last_pass(move: TenantMigration, now: datetime) -> tuple[float, float]:
     assert move.pass_ended_at is not None
     took = move.pass_ended_at - move.pass_started_at
     return (now - move.pass_ended_at).total_seconds(), took.total_seconds()
-
-
-def _asked_for(move: TenantMigration) -> dict[str, bool]:
-    """Return what must still hold when the fence closes: taken back meanwhile, it does not."""
-    if move.phase == Phase.SPLIT:
-        # The way back begins out of the split, and a fence that is closed first would only be in
-        # its way: nothing leads out of that before its deadline, and TARGET is refused.
-        return {"rollback_requested_at__isnull": True}
-    waits = move.phase == Phase.BACKFILL and not move.automatic
-    return {"drain_requested_at__isnull": False} if waits else {}
 
 
 def may_close(move: TenantMigration, clock: Clock) -> Outcome:
@@ -232,26 +221,14 @@ def may_close(move: TenantMigration, clock: Clock) -> Outcome:
         return common.waiting(move, f"transactions older than the guard: {', '.join(older)}")
     if slow := common.not_hurried(move.source_cell, now):
         return common.waiting(move, slow, seconds=0.2)
-    return Go(
-        Phase.DRAIN,
-        f"Fence closes: expected {duration(quote.expected)}, at most {duration(quote.worst)}",
-        {"waiting_for": "", "quote": quote.as_json(), "older_writers": [], **common.at_stage("")},
-        _asked_for(move),
-    )
+    return common.close(move, quote)
 
 
-def _not_yet(move: TenantMigration, now: Any) -> str:
+def _not_yet(move: TenantMigration, now: datetime) -> str:
     """Return what a person has to do, or which time has to come, before the fence may close."""
     if count := queries.open_mismatches(move):
         return f"{counted(count, 'mismatch', 'mismatches')} to be repaired"
-    if owed := queries.channels_before_fence(move):
-        return owed
-    if move.fence_not_before is not None and now < move.fence_not_before:
-        return f"its time, {move.fence_not_before:%d %b %H:%M} UTC"
-    if not move.automatic and move.drain_requested_at is None:
-        what = "the split" if common.forward(move) == Phase.SPLIT else "the drain"
-        return f"somebody to start {what}"
-    return ""
+    return queries.channels_before_fence(move) or common.not_yet(move, now)
 
 
 def repair_now(move: TenantMigration, clock: Clock) -> Wait:

@@ -11,9 +11,9 @@ from typing import Any
 from durable.driver import Clock, holding
 from durable.errors import Refused
 from durable.machine import Go, Outcome, Wait
-from migrations_app import artifacts, channels, copying, ports
+from migrations_app import artifacts, channels, copying, ports, queries
 from migrations_app.copying import Timer
-from migrations_app.domain.phases import ENDED, Phase
+from migrations_app.domain.phases import ENDED, Mode, Phase
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     START,
@@ -35,6 +35,8 @@ LOOK_AGAIN_SECONDS = 5.0
 def prepare(move: TenantMigration, clock: Clock) -> Outcome:
     """Check everything that can be checked, then make guard and tables, and make sure of them."""
     now, began = clock(), time.monotonic()
+    if move.mode == Mode.CELL and move.stage == "ready":
+        return _may_close(move, clock)
     found = preflight(
         move.tenant,
         source_cell=move.source_cell,
@@ -48,6 +50,13 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
     checks = list(found.checks)
     if found.refusals or found.source is None or found.target is None:
         return _blocked(move, checks, began)
+    if move.mode == Mode.CELL:
+        if unheard := _announce(move, clock):
+            return unheard
+        return Wait(
+            note=f"Prepared: {found.source.held} stay on {move.source_store}",
+            changes={"checks": _as_json(checks), "waiting_for": "", "stage": "ready"},
+        )
     with copying.both(move) as (source, target):
         try:
             checks += _make_sure(move, source, target)
@@ -91,6 +100,24 @@ def prepare(move: TenantMigration, clock: Clock) -> Outcome:
             "stage": "",
         },
     )
+
+
+def _may_close(move: TenantMigration, clock: Clock) -> Outcome:
+    """Close the fence of a move of the cell alone, once it may; until then say what is missing."""
+    now = clock()
+    # A scope that was edited meanwhile is announced anew, and heard of.
+    if unheard := _announce(move, clock):
+        return unheard
+    if blocked := common.not_yet(move, now):
+        return common.waiting(move, blocked)
+    with holding(move):
+        common.hurry(move, now)
+    quote = queries.fence_quote(move, now=now)
+    if worst := common.too_long(move, quote):
+        return common.waiting(move, worst)
+    if slow := common.not_hurried(move.source_cell, now):
+        return common.waiting(move, slow, seconds=0.2)
+    return common.close(move, quote)
 
 
 def _blocked(move: TenantMigration, checks: Sequence[Check], began: float) -> Wait:

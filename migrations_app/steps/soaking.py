@@ -11,7 +11,7 @@ from durable.machine import Go, Outcome, Wait
 from migrations_app import artifacts, copying, memory, queries
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.mismatch import Looks
-from migrations_app.domain.phases import Phase
+from migrations_app.domain.phases import Mode, Phase
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     START,
@@ -38,7 +38,8 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
     """
     if queries.owes_opening(move):
         return stay(move, clock)
-    if (looked := _look(move, clock)) is not None:
+    # One store has nothing to carry back, and no closed side to be written late.
+    if move.mode != Mode.CELL and (looked := _look(move, clock)) is not None:
         return looked
     if move.rollback_requested_at is not None:
         return back.roll_back(move, clock)
@@ -46,6 +47,8 @@ def soak(move: TenantMigration, clock: Clock) -> Outcome:
     left = (move.soak_until - clock()).total_seconds()
     if left > 0:
         return Wait(min(left, LOOK_SECONDS))
+    if move.mode == Mode.CELL:
+        return Go(Phase.DONE, "The soak is over", {"waiting_for": "", "ended_at": clock()})
     if move.rehearsal:
         return _go_back(move, clock)
     if move.offboard_automatically or move.offboard_confirmed_at:
@@ -202,9 +205,10 @@ def stay(move: TenantMigration, clock: Clock) -> Outcome:
     """
     if move.stage != "return":
         # First the store: a runtime that is told to accept must find it open.
-        with copying.opened(move, move.target_store) as target:
-            if common.guards(move, target, str(move.target_store)):
-                target.take(mover=False, agents=True)
+        if move.mode != Mode.CELL:
+            with copying.opened(move, move.target_store) as target:
+                if common.guards(move, target, str(move.target_store)):
+                    target.take(mover=False, agents=True)
         now = clock()
         with holding(move) as row:
             if row.fence_opened_at is None:
@@ -234,12 +238,14 @@ def stay(move: TenantMigration, clock: Clock) -> Outcome:
             # A pause keeps the move out of OFFBOARD.
             return Wait(1.0)
         return Go(Phase.OFFBOARD, f"{move.source_store} is given up", common.at_stage(""))
-    with copying.both(move) as (source, target):
-        source.take(mover=False, agents=False)
-        swept = copying.record_anew(move, source, target, timer=Timer())
-        if not swept.finished:
-            return Wait(changes=common.at_stage("return", swept.cursor))
-        mark = source.mark()
+    mark = ""
+    if move.mode != Mode.CELL:
+        with copying.both(move) as (source, target):
+            source.take(mover=False, agents=False)
+            swept = copying.record_anew(move, source, target, timer=Timer())
+            if not swept.finished:
+                return Wait(changes=common.at_stage("return", swept.cursor))
+            mark = source.mark()
     with holding(move):
         # What its comparison had found is void with it. Late writes stand, stopped or not.
         move.mismatches.filter(resolved_at=None).exclude(looks_like=Looks.LATE_WRITE).update(
@@ -257,7 +263,7 @@ def stay(move: TenantMigration, clock: Clock) -> Outcome:
             "leave_requested_by": "",
             "changed": 0,
             # The new mark holds what somebody else wrote there meanwhile: it is looked for now.
-            **common.at_stage("late"),
+            **common.at_stage("" if move.mode == Mode.CELL else "late"),
         },
     )
 

@@ -19,6 +19,7 @@ from migrations_app.domain.phases import (
     WAY_OUT,
     Mode,
     Phase,
+    onward,
 )
 
 
@@ -68,7 +69,27 @@ def test_a_point_of_no_return_leads_one_way(phase: Phase) -> None:
 
 @pytest.mark.parametrize("mode", Mode)
 def test_each_fenced_phase_before_the_point_of_no_return_has_a_way_out(mode: Mode) -> None:
-    assert set(WAY_OUT[mode]) >= FENCED - NO_RETURN
+    assert set(WAY_OUT[mode]) >= (FENCED & _passed(mode)) - NO_RETURN
+
+
+def _passed(mode: Mode) -> set[Phase]:
+    """Return what a move of this mode passes when all goes well, there and on the way back."""
+    found = set()
+    for phase in (Phase.PREPARE, Phase.REVERSE_DRAIN):
+        while phase not in ENDED:
+            found.add(phase)
+            phase = onward(mode, phase)
+    return found
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_the_modes_own_way_is_in_the_table(mode: Mode) -> None:
+    assert all(onward(mode, phase) in TABLE[phase] for phase in _passed(mode))
+
+
+def test_a_move_of_the_cell_alone_passes_what_it_needs_and_no_more() -> None:
+    there = ["drain", "prepare", "reverse_drain", "reverse_target", "soak", "target"]
+    assert sorted(_passed(Mode.CELL)) == there
 
 
 def test_fenced_phases_run_on_the_prompt_queue() -> None:
