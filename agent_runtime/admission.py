@@ -163,7 +163,8 @@ class _Held:
         self.share = share
         # What the last model calls used.
         self.calls: deque[int] = deque(maxlen=CALLS_REMEMBERED) if had is None else had.calls
-        # One run, or one call, may begin at once, as with any limiter; a whole burst is earned.
+        # One run, or one call, may begin at once, as with any limiter; a whole burst is earned. Of
+        # a share of nothing none may: each instance that has none would begin one.
         self.runs: TokenBucket | None = _carried(
             None if had is None else had.runs, share.runs_per_second, RUN_BURST_SECONDS, 1.0, now
         )
@@ -209,7 +210,8 @@ def _carried(
     if rate is None:
         return None
     if had is None:
-        return TokenBucket(rate=rate, burst=_burst(rate, seconds), level=first, at=now)
+        level = first if rate else 0.0
+        return TokenBucket(rate=rate, burst=_burst(rate, seconds), level=level, at=now)
     had.tune(rate, _burst(rate, seconds), now)
     return had
 
@@ -315,15 +317,20 @@ class Shares:
         Rate is looked at first; a run that finds no slot takes no rate either.
         """
         scope = entry.scope
-        if scope.runs_per_second is None and scope.max_concurrent_runs is None:
+        by_rate, at_once = scope.runs_per_second is not None, scope.max_concurrent_runs is not None
+        if not (by_rate or at_once):
             return None
         now = self._clock.boottime()
         with self._lock:
             held = self._held.get(entry.tenant)
-            if held is None:
-                return _no_share(entry)
+            # Each limit by itself: one that was set after the shares were made is in none of them.
+            # It isn't taken as a whole until it is, or all instances would take it.
+            if by_rate and (held is None or held.runs is None):
+                return _no_share(entry, "rate")
+            if held is None or (at_once and held.share.max_concurrent_runs is None):
+                return _no_share(entry, "concurrency")
             held.tune(self._until, now, scope)
-            bucket = held.runs if scope.runs_per_second is not None else None
+            bucket = held.runs if by_rate else None
             if bucket is not None and (wait := bucket.wait(1.0, now)):
                 return _too_fast(entry, bucket.rate, wait)
             slots = self._slots(held.share, scope, now)
@@ -411,11 +418,10 @@ class Shares:
         return BUDGET_RETRY_SECONDS if left_here <= 0 else 0.0
 
     def _slots(self, share: Share, scope: Scope, now: float) -> float:
-        granted = share.max_concurrent_runs if now < self._until else share.safe_max_concurrent_runs
-        limits = (scope.max_concurrent_runs, granted)
         if scope.max_concurrent_runs is None:
             return math.inf
-        return min(limit for limit in limits if limit is not None)
+        granted = share.max_concurrent_runs if now < self._until else share.safe_max_concurrent_runs
+        return min(scope.max_concurrent_runs, granted or 0)
 
     def _remember(self, tenants: Set[str], now: float) -> None:
         """Keep the levels of tenants whose share is taken away, for a while. The lock is held."""
@@ -471,14 +477,14 @@ class Admission:
             running = self._running.get(tenant, 0)
             refused = self._shares.start(entry, running)
             if refused is None:
-                self._running[tenant] = running + 1
                 tried, reason = self._try(entry)
+                self._running[tenant] = running + 1
         if refused is not None:
             self._usage.refused(tenant, refused.reason, turn_id)
             raise refused
-        if reason:
-            self._usage.would_refuse(tenant, reason, turn_id)
         try:
+            if reason:
+                self._usage.would_refuse(tenant, reason, turn_id)
             yield
         finally:
             self._release(tenant, tried)
@@ -541,18 +547,17 @@ class Admission:
                 self._trials[tenant].running -= 1
 
 
-def _no_share(entry: Entry) -> TenantThrottled:
-    rate = entry.scope.runs_per_second is not None
+def _no_share(entry: Entry, reason: str) -> TenantThrottled:
     limit = (
         f"{entry.scope.runs_per_second:g} runs per second"
-        if rate
+        if reason == "rate"
         else f"{entry.scope.max_concurrent_runs} runs at once"
     )
     return TenantThrottled(
         f"{entry.tenant} may have {limit}, and this process has not been told its share of that "
         "yet. Try again in a moment.",
         tenant=entry.tenant,
-        reason="rate" if rate else "concurrency",
+        reason=reason,
         retry_after_seconds=GRANT_RETRY_SECONDS,
     )
 

@@ -396,12 +396,43 @@ def test_a_limit_that_was_lifted_holds_nobody(
         pass
 
 
-def test_a_limit_that_its_share_does_not_divide_yet_holds_as_it_is(
+@pytest.mark.parametrize("limit", ["runs_per_second", "max_concurrent_runs"])
+def test_a_limit_that_no_share_divides_yet_refuses_until_it_does(
+    admission: Admission, shares: Shares, clock: DrivenClock, limit: str
+) -> None:
+    """Each instance would hold all of it until the next grants, and all of them too much."""
+    other = ({"runs_per_second", "max_concurrent_runs"} - {limit}).pop()
+    grant(shares, clock, acme=share(**{other: 10}))
+    edited = of(runs_per_second=10.0, max_concurrent_runs=10)
+    refused = refusal(admission, edited)
+    assert refused is not None
+    assert refused.reason == {"runs_per_second": "rate"}.get(limit, "concurrency")
+    assert "has not been told its share" in str(refused)
+    assert refused.retry_after_seconds == GRANT_RETRY_SECONDS
+    grant(shares, clock, 2, acme=share(5.0, 5))
+    assert refusal(admission, edited) is None
+
+
+def test_a_limit_that_was_raised_holds_as_it_was_until_it_is_divided_anew(
     admission: Admission, shares: Shares, clock: DrivenClock
 ) -> None:
-    grant(shares, clock, acme=share(10.0))
-    with runs(admission, of(max_concurrent_runs=2), 2):
-        assert reason(admission, of(max_concurrent_runs=2)) == "concurrency"
+    grant(shares, clock, acme=share(None, 2))
+    raised = of(max_concurrent_runs=100)
+    with runs(admission, raised, 2):
+        assert reason(admission, raised) == "concurrency"
+
+
+def test_a_share_of_nothing_begins_nothing(
+    admission: Admission, shares: Shares, clock: DrivenClock
+) -> None:
+    """Or a limit of one run a minute would begin one in each of a hundred instances."""
+    tenant = of(runs_per_second=1.0)
+    grant(shares, clock, acme=share(0.0))
+    assert reason(admission, tenant) == "rate"
+    grant(shares, clock, 2, acme=share(1.0))
+    assert reason(admission, tenant) == "rate"
+    clock.advance(1)
+    assert refusal(admission, tenant) is None
 
 
 # --- cut off ----------------------------------------------------------------------------------
