@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -22,14 +22,11 @@ from agent_runtime.errors import Draining, NotHere, RetryLater, TurnTooLong, Unk
 from agent_runtime.fence import DRAIN_RETRY_SECONDS, SOON_SECONDS, Turn
 from agent_runtime.policy import ACCEPTS_MOVED, ACCEPTS_NEW, Entry, Policy
 from agent_runtime.runners import IDLE_SECONDS, MAX_RUNNERS, Factory, Kept, RunnerCache
+from agent_runtime.usage import tokens_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# The invocations of the turn that runs. A plugin adds the ids that it counts under, and the Host
-# those of the events that come out: a turn that is cancelled in its first model call has none.
-INVOCATIONS: ContextVar[set[str]] = ContextVar("switchyard_invocations")
 
 # What a store that the control plane has closed says when somebody writes.
 CLOSED = "closed by switchyard"
@@ -50,6 +47,22 @@ STORE_CALLS = (
     "get_user_state",
     "list_sessions",
 )
+
+
+@dataclass(slots=True)
+class Running:
+    """The turn that runs, as the Host and the plugins of its Runner share it."""
+
+    # The client's own name of it. None: it has none.
+    turn_id: str | None = None
+    # A plugin adds the ids that it counts under, and the Host those of the events that come out: a
+    # turn that is cancelled in its first model call has none.
+    invocations: set[str] = field(default_factory=set)
+    # It was refused from within, and is counted so. Before its first event: nothing was served.
+    refused: bool = False
+
+
+RUNNING: ContextVar[Running] = ContextVar("switchyard_running")
 
 # What is handed over where there is nothing yet, and after the last event.
 _NOTHING = object()
@@ -383,9 +396,8 @@ class Host:
                     async with self._cache.use(turn.entry, service) as kept:
                         if not kept.plugins:
                             self._check_budget(turn.entry, turn_id)
-                        client.usage.turn(ask.tenant)
                         try:
-                            await self._run(events, ask, kept, run)
+                            await self._run(events, ask, kept, Running(turn_id), run)
                         finally:
                             # Inside the fence, so the report that no longer counts this turn
                             # has it.
@@ -397,27 +409,39 @@ class Host:
             # The reader is woken by the last step of this task, not by a step after it.
             events.end()
 
-    async def _run(self, events: _Handover, ask: _Ask, kept: Kept, run: dict[str, Any]) -> None:
+    async def _run(
+        self, events: _Handover, ask: _Ask, kept: Kept, running: Running, run: dict[str, Any]
+    ) -> None:
         runner = kept.runner
         assert runner is not None  # Whoever uses it keeps it open.
-        seen: set[str] = set()
         # The turn is a task of its own, and so is its context.
-        INVOCATIONS.set(seen)
+        RUNNING.set(running)
+        counted = False
         stream = runner.run_async(user_id=ask.user_id, session_id=str(ask.session_id), **run)
         try:
             async with aclosing(stream):
                 async for event in stream:
+                    # Not before: what is refused from within is no turn that was served.
+                    if not (counted or running.refused):
+                        counted = True
+                        self._client.usage.turn(ask.tenant)
                     if kept.plugins:
-                        seen.add(event.invocation_id)
+                        running.invocations.add(event.invocation_id)
                     else:
                         self._count(ask.tenant, event)
                     # One at a time: the agent goes on when the reader asks for more, as it
                     # would without us.
                     await events.give(event)
+        except Exception as error:
+            running.refused |= _refusal(error) is not None or is_closed(error)
+            raise
         finally:
+            if not (counted or running.refused):
+                # Cancelled, failed, or ended without a word: it was let in all the same.
+                self._client.usage.turn(ask.tenant)
             # google-adk tells a plugin nothing of a turn that was cancelled.
             for plugin in kept.plugins:
-                for invocation in seen:
+                for invocation in running.invocations:
                     plugin.forget(invocation)
 
     def _check_budget(self, entry: Entry, turn_id: str | None) -> None:
@@ -618,7 +642,7 @@ class Host:
         usage = getattr(event, "usage_metadata", None)
         # Pieces of an answer come before the whole one, which carries the usage of all.
         if usage is not None and not event.partial:
-            self._client.usage.model_call(tenant, usage.total_token_count or 0)
+            self._client.usage.model_call(tenant, tokens_of(usage))
 
 
 def _not_here(ask: _Ask) -> NotHere:
@@ -653,9 +677,9 @@ def _to_its_end(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
 
 
 def _refusal(error: BaseException) -> RetryLater | None:
-    """Return what a plugin raised to refuse a run: google-adk wraps it in a RuntimeError."""
-    cause = error.__cause__
-    for _ in range(5):
+    """Return what refused a run from within: google-adk wraps what a plugin raises."""
+    cause: BaseException | None = error
+    for _ in range(6):
         if cause is None or isinstance(cause, RetryLater):
             return cause
         cause = cause.__cause__

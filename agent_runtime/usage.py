@@ -25,6 +25,9 @@ MAX_DIRTY = 10_000
 # up more has each of the others counted, as one that names none.
 MAX_TURN_IDS = 10_000
 
+# What the control plane takes of one tenant and minute; a line with more costs its whole report.
+MAX_TOKENS = 10**12
+
 # google-adk's own column, and the control plane's.
 MAX_ID = 128
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -69,7 +72,7 @@ class Batch:
                 "minute": minute,
                 "turns": line.turns,
                 "model_calls": line.model_calls,
-                "tokens": line.tokens,
+                "tokens": min(line.tokens, MAX_TOKENS),
                 "refused": dict(line.refused),
                 "would_refuse": dict(line.would_refuse),
             }
@@ -108,7 +111,7 @@ class Usage:
         self._since_report: dict[str, int] = {}
 
     def turn(self, tenant: str) -> None:
-        """Count a turn that was let in."""
+        """Count a turn that is served; one that is refused before anything came of it is not."""
         self._add(tenant, turns=1)
 
     def model_call(self, tenant: str, tokens: int) -> None:
@@ -245,6 +248,14 @@ class Usage:
             if not self._dropped:
                 log.warning("more than %s served sessions unreported: dropping", MAX_DIRTY)
             self._dropped += 1
+
+
+def tokens_of(metadata: Any) -> int:
+    """Return the tokens that a model says a call used, from an answer's usage metadata.
+
+    0 where it says none. A model's server may say any number: it must not cost a report.
+    """
+    return max(0, min(metadata.total_token_count or 0, MAX_TOKENS))
 
 
 def _can_be_sent(word: str) -> bool:

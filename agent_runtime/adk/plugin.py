@@ -26,9 +26,9 @@ from agent_runtime.admission import Shares
 from agent_runtime.breaker import Breakers, Fault, Pass, judge
 from agent_runtime.client import PolicyClient
 from agent_runtime.errors import RetryLater, TenantThrottled
-from agent_runtime.host import INVOCATIONS
+from agent_runtime.host import RUNNING, Running
 from agent_runtime.policy import ACCEPTS_MOVED, Entry
-from agent_runtime.usage import Usage
+from agent_runtime.usage import Usage, tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +76,12 @@ class _Call:
 class _Run:
     """One turn, with the runs of agents that it uses as tools."""
 
+    turn: Running
     calls: int = 0
     invocations: set[str] = field(default_factory=set)
     # By the id of their `actions`.
     open: dict[int, _Call] = field(default_factory=dict)
-    # What was counted of this run already: a run that is refused twice is one that was refused.
+    # What was counted or logged of this run already.
     noted: set[str] = field(default_factory=set)
 
 
@@ -162,6 +163,8 @@ class TenantPolicyPlugin(BasePlugin):
             log.error("a run of app %s was rejected by the plugin of %s", app_name, tenant)
             return _content(REJECTED)
         run = self._run(invocation_context.invocation_id)
+        if len(run.invocations) > 1:
+            return None  # An agent that is used as a tool: its turn has begun.
         return _content(BUDGET_REACHED) if self._is_spent(entry, run) else None
 
     async def before_model_callback(
@@ -202,7 +205,7 @@ class TenantPolicyPlugin(BasePlugin):
         used = llm_response.usage_metadata
         if used is not None:
             # Each piece says what was used up to it.
-            call.tokens = max(call.tokens, used.total_token_count or 0)
+            call.tokens = max(call.tokens, tokens_of(used))
         if call.allowed is not None and self._breakers is not None:
             self._breakers.answered(call.allowed)
         if llm_response.partial:
@@ -268,12 +271,13 @@ class TenantPolicyPlugin(BasePlugin):
             return run
         # An agent that is used as a tool has an invocation of its own: with a count of its own
         # it could make as many calls for each call of the agent that uses it.
-        turn = INVOCATIONS.get(set())
-        run = next((self._runs[one] for one in turn if one in self._runs), _Run())
+        turn = RUNNING.get(None) or Running()
+        run = next((self._runs[one] for one in turn.invocations if one in self._runs), None)
+        run = run or _Run(turn)
         run.invocations.add(invocation_id)
         self._runs[invocation_id] = run
         # A turn that is cancelled in its first model call has shown the Host no event, so no id.
-        turn.add(invocation_id)
+        turn.invocations.add(invocation_id)
         while len(self._runs) > MAX_RUNS:
             self.forget(next(iter(self._runs)))
         return run
@@ -281,10 +285,15 @@ class TenantPolicyPlugin(BasePlugin):
     def _is_spent(self, entry: Entry, run: _Run) -> bool:
         if not self._shares.budget_wait(entry):
             return False
-        if "budget" not in run.noted:
-            self._usage.refused(entry.tenant, "budget")
+        self._refuse(run, "budget", entry)
         self._note(run, "budget", entry, "the daily budget is used up")
         return True
+
+    def _refuse(self, run: _Run, reason: str, entry: Entry) -> None:
+        """Count a run as refused, once: its agents may be several, and each be refused."""
+        if not run.turn.refused:
+            run.turn.refused = True
+            self._usage.refused(entry.tenant, reason, run.turn.turn_id)
 
     def _note(self, run: _Run, what: str, entry: Entry, why: str) -> None:
         if what not in run.noted:
@@ -294,7 +303,7 @@ class TenantPolicyPlugin(BasePlugin):
     def _note_trial(self, run: _Run, what: str, entry: Entry) -> None:
         if f"trial {what}" not in run.noted:
             run.noted.add(f"trial {what}")
-            self._usage.would_refuse(entry.tenant, what)
+            self._usage.would_refuse(entry.tenant, what, run.turn.turn_id)
 
     def _hide_tools(self, entry: Entry, run: _Run, request: LlmRequest) -> None:
         """Take tools away that the model's provider carries out, where they are not enabled.
@@ -330,9 +339,9 @@ class TenantPolicyPlugin(BasePlugin):
                 wait = max(SHORTEST_PAUSE_SECONDS, refused.retry_after_seconds)
                 patience -= wait
                 if patience < 0:
-                    quota = isinstance(refused, TenantThrottled)
                     if not retried:
-                        self._usage.refused(entry.tenant, "quota" if quota else "breaker")
+                        quota = isinstance(refused, TenantThrottled)
+                        self._refuse(run, "quota" if quota else "breaker", entry)
                     raise
             await self._pause(wait)
 
@@ -354,9 +363,10 @@ class TenantPolicyPlugin(BasePlugin):
             else:
                 self._breakers.failed(call.allowed, verdict)
         refused = verdict is not None and verdict.fault != Fault.FAILURE
-        # A call that was refused used nothing; of one that broke off nobody knows.
-        self._shares.settle(entry.tenant, call.reserved, 0 if refused else None)
-        call.reserved = 0
+        if refused:
+            # It used nothing. Of one that broke off nobody knows, beyond what its pieces said.
+            self._shares.settle(entry.tenant, call.reserved, 0)
+            call.reserved = 0
         return refused
 
     def _count(self, call: _Call) -> None:
