@@ -18,7 +18,14 @@ from typing import Any, Protocol, TypeVar
 
 from agent_runtime.admission import budget_spent
 from agent_runtime.client import PolicyClient
-from agent_runtime.errors import Draining, NotHere, RetryLater, TurnTooLong, UnknownStore
+from agent_runtime.errors import (
+    Draining,
+    NotHere,
+    NotReady,
+    RetryLater,
+    TurnTooLong,
+    UnknownStore,
+)
 from agent_runtime.fence import DRAIN_RETRY_SECONDS, SOON_SECONDS, Turn
 from agent_runtime.policy import ACCEPTS_MOVED, ACCEPTS_NEW, Entry, Policy
 from agent_runtime.runners import IDLE_SECONDS, MAX_RUNNERS, Factory, Kept, RunnerCache
@@ -250,6 +257,9 @@ class Host:
         )
         # asyncio keeps only weak references to tasks.
         self._turns: set[asyncio.Task[None]] = set()
+        # Sessions that are being made or deleted: done when that is over.
+        self._writes: set[asyncio.Future[None]] = set()
+        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._warmed = False
         self._warming: asyncio.Task[None] | None = None
@@ -368,17 +378,21 @@ class Host:
     async def close(self) -> None:
         """End what still runs, then close every Runner and session service.
 
-        Let the client `leave()` first: it waits for the turns instead of cutting them.
+        Let the client `leave()` first: it waits for the turns instead of cutting them. Who comes
+        meanwhile or afterwards is told NotReady.
         """
         self._check_process()
+        if self._closed:
+            return
+        self._closed = True
         self._client.detach(self)
         if self._warming is not None:
             self._warming.cancel()
             await asyncio.wait({self._warming})
         for turn in self._turns:
             turn.cancel()
-        if self._turns:
-            await asyncio.wait(self._turns)
+        while running := self._turns | self._writes:
+            await asyncio.wait(running)
         await self._cache.close()
         for service in self._services.values():
             close = getattr(service, "close", None)
@@ -463,6 +477,8 @@ class Host:
 
     def _look_after(self) -> None:
         """Drop what is kept for nothing; begin to build ahead once a policy says whom."""
+        if self._closed:
+            return  # Asked for before it was, from the client's thread.
         policy = self._client.policy
         self._cache.sweep(policy)
         if self._warmed or self._warming is not None or policy is None:
@@ -502,8 +518,14 @@ class Host:
         await asyncio.sleep(0)
 
     async def _write(self, ask: _Ask, write: Callable[[Entry, Any], Awaitable[T]]) -> T:
-        async with self._entered(ask) as turn:
-            return await write(turn.entry, self._service(turn.entry))
+        over = asyncio.get_running_loop().create_future()
+        self._writes.add(over)
+        try:
+            async with self._entered(ask) as turn:
+                return await write(turn.entry, self._service(turn.entry))
+        finally:
+            self._writes.discard(over)
+            over.set_result(None)
 
     def _ended(self, events: _Handover, turn: asyncio.Task[None]) -> None:
         # Said already, but for a turn that was cancelled before its first step.
@@ -515,6 +537,9 @@ class Host:
     @asynccontextmanager
     async def _entered(self, ask: _Ask) -> AsyncIterator[Turn]:
         """Count the block in, and cut it at its deadline; or refuse it."""
+        # A forked child's is as new, though its parent's was closed.
+        if self._closed and self._pid == os.getpid():
+            raise NotReady("this host is closed", retry_after_seconds=SOON_SECONDS)
         fence = self._client.fence
         try:
             with fence.enter(

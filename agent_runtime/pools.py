@@ -90,11 +90,12 @@ class _Pool:
 
         with self._lock:
             if self._waiting is None:
-                raise NotReady(
-                    "this process has closed its pools", retry_after_seconds=SOON_SECONDS
-                )
+                raise _closed()
+            try:
+                self._loop.call_soon_threadsafe(begin)
+            except RuntimeError:  # Its loop is closed, and its thread about to say so.
+                raise _closed() from None
             self._waiting[ended] = caller
-            self._loop.call_soon_threadsafe(begin)
         try:
             await asyncio.wait({ended})
         except asyncio.CancelledError:
@@ -106,7 +107,7 @@ class _Pool:
             raise
         done = ended.result()
         if done is None:
-            raise NotReady("this process has closed its pools", retry_after_seconds=SOON_SECONDS)
+            raise _closed()
         return done.result()
 
     def end(self) -> None:
@@ -335,9 +336,7 @@ class TierPools:
         name = "" if entry is None else _pool_name(entry)
         with self._lock:
             if self._closed:
-                raise NotReady(
-                    "this process has closed its pools", retry_after_seconds=SOON_SECONDS
-                )
+                raise _closed()
             pool = self._pools.get(name)
             if pool is None:
                 self._make_room(tenant)
@@ -385,6 +384,10 @@ class TierPools:
         pool = _Pool(name, make_host)
         pool.last_used = self._client.clock.boottime()
         return pool
+
+
+def _closed() -> NotReady:
+    return NotReady("this process has closed its pools", retry_after_seconds=SOON_SECONDS)
 
 
 def _pool_name(entry: Entry) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
 from typing import Any
 
 # Answers kept, over all tenants.
@@ -33,16 +34,13 @@ class ResultCache:
         found = self._kept.get(key)
         if found is None:
             found = self._kept[key] = asyncio.ensure_future(_asked(ask))
+            # By the question, not by who waits for it: all of them may be gone.
+            found.add_done_callback(partial(self._answered, key))
             while len(self._kept) > self._limit:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
-        try:
-            # One caller that is cancelled takes the answer from nobody else.
-            return await asyncio.shield(found)
-        finally:
-            failed = found.done() and (found.cancelled() or found.exception() is not None)
-            if failed and self._kept.get(key) is found:
-                del self._kept[key]
+        # One caller that is cancelled takes the answer from nobody else.
+        return await asyncio.shield(found)
 
     def forget(self, tenant: str) -> None:
         """Forget a tenant's answers: its secrets have rotated, or it has left."""
@@ -51,6 +49,11 @@ class ResultCache:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def _answered(self, key: tuple[str, Hashable], found: asyncio.Future[Any]) -> None:
+        failed = found.cancelled() or found.exception() is not None
+        if failed and self._kept.get(key) is found:
+            del self._kept[key]
 
 
 async def _asked(ask: Callable[[], Awaitable[Any]]) -> Any:

@@ -70,6 +70,7 @@ class RunnerFigures:
         self._evicted: Counter[str] = Counter(size=0, idle=0, generation=0, gone=0)
         self._builds = Histogram()
         self._bytes: int | None = None
+        self._weighing = False
 
     def opened(self, limit: int, idle_seconds: float) -> None:
         """Add a cache, and its bounds."""
@@ -97,19 +98,23 @@ class RunnerFigures:
         with self._lock:
             self._builds.add(seconds * 1000)
 
-    @property
-    def wants_bytes(self) -> bool:
-        """Whether nobody knows yet what a Runner weighs.
+    def begin_weighing(self) -> bool:
+        """Return whether the next build is to be weighed; if so, say `weighed` in the end.
 
-        Asked from the second build on: the first one imports what all of them share.
+        One in a process: the scales are the process's, and slow. Not the first build, which
+        imports what all of them share.
         """
         with self._lock:
-            return self._bytes is None and self._builds.count > 0
+            if self._bytes is not None or self._weighing or not self._builds.count:
+                return False
+            self._weighing = True
+            return True
 
-    def weighed(self, size: int) -> None:
-        """Note what one Runner weighs."""
+    def weighed(self, size: int | None) -> None:
+        """Note what one Runner weighs. None: its build failed, and another may be weighed."""
         with self._lock:
-            self._bytes = max(0, size)
+            self._weighing = False
+            self._bytes = None if size is None else max(0, size)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the figures as a report has them."""
@@ -198,6 +203,7 @@ class RunnerCache:
         # The longest unused first.
         self._kept: OrderedDict[Key, Kept] = OrderedDict()
         # asyncio keeps only weak references to tasks.
+        self._building: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         # What was looked through last for Runners that nobody may use any more.
         self._policy: Policy | None = None
@@ -223,8 +229,8 @@ class RunnerCache:
             kept.build = asyncio.get_running_loop().create_task(
                 self._build(kept, entry, service, weigh)
             )
-            # Looked at: the turns that would raise it may be gone.
-            kept.build.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._building.add(kept.build)
+            kept.build.add_done_callback(self._built)
         kept.users += 1
         self._touch(kept)
         return kept
@@ -257,11 +263,14 @@ class RunnerCache:
                 self._evict(kept, "generation")
 
     async def close(self) -> None:
-        """Close every Runner. Whoever uses one has ended by then."""
+        """Close every Runner. Whoever uses one has ended by then, and nobody comes any more."""
         for kept in list(self._kept.values()):
             self._drop(kept)
-        while self._closing:
-            await asyncio.wait(self._closing)
+        # Nobody waits for them any more; each would leave a Runner that nobody closes.
+        for build in self._building:
+            build.cancel()
+        while tasks := self._building | self._closing:
+            await asyncio.wait(tasks)
         self._figures.closed(self._limit)
 
     def _add(self, key: Key) -> Kept:
@@ -277,7 +286,7 @@ class RunnerCache:
     async def _build(self, kept: Kept, entry: Entry, service: Any, weigh: bool) -> None:
         began = time.perf_counter()
         try:
-            with _Scales(self._figures, wanted=weigh and self._figures.wants_bytes):
+            with _Scales(self._figures, wanted=weigh and self._figures.begin_weighing()):
                 made = self._factory(entry, service)
                 runner = await made if inspect.isawaitable(made) else made
             await _check(runner, entry, service)
@@ -291,6 +300,11 @@ class RunnerCache:
         kept.runner = runner
         if kept.evicted and not kept.users:
             self._close(kept)  # Evicted while it was built, and everybody has gone.
+
+    def _built(self, build: asyncio.Task[None]) -> None:
+        self._building.discard(build)
+        if not build.cancelled():
+            build.exception()  # Looked at: the turns that would raise it may be gone.
 
     def _touch(self, kept: Kept) -> None:
         kept.last_used = self._clock.boottime()
@@ -318,7 +332,7 @@ class RunnerCache:
 
 
 class _Scales:
-    """Measures what the block allocates and keeps; once in a process, it makes all else slow."""
+    """Measures what the block allocates and keeps."""
 
     def __init__(self, figures: RunnerFigures, *, wanted: bool) -> None:
         self._figures = figures
@@ -339,8 +353,7 @@ class _Scales:
             after = tracemalloc.get_traced_memory()[0]
             if self._own:
                 tracemalloc.stop()
-            if kind is None:
-                self._figures.weighed(after - self._before)
+            self._figures.weighed(after - self._before if kind is None else None)
 
 
 async def _check(runner: Runner, entry: Entry, service: Any) -> None:

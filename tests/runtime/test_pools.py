@@ -393,6 +393,16 @@ async def test_who_comes_while_a_pool_ends_is_refused_and_waits_for_nobody(
         await pool.call(hang)
 
 
+async def test_who_comes_when_the_loop_has_closed_already_is_refused(pools: TierPools) -> None:
+    pool = pools._pools[""]
+    pool.end()
+    await asyncio.to_thread(pool.join, 10)
+    pool._waiting = {}  # As it is between the loop's end and the thread's.
+    with pytest.raises(NotReady, match="closed its pools"):
+        await asyncio.wait_for(pool.call(lambda host: host.close()), 10)
+    assert pool._waiting == {}
+
+
 async def test_the_most_active_are_built_ahead_each_in_its_own_thread(
     plane: ControlPlane, clock: DrivenClock, factory: Factory
 ) -> None:

@@ -70,6 +70,25 @@ async def test_a_caller_that_is_cancelled_leaves_the_others_their_answer() -> No
     assert await second == "at last"
 
 
+async def test_a_failure_that_nobody_waited_for_is_not_kept_either() -> None:
+    cache, backend, began, end = ResultCache(), Backend(), asyncio.Event(), asyncio.Event()
+
+    async def broken() -> str:
+        began.set()
+        await end.wait()
+        raise ConnectionError("no answer")
+
+    only = asyncio.create_task(cache.get("acme", "balance", broken))
+    await began.wait()
+    only.cancel()
+    await asyncio.wait({only})
+    end.set()
+    await asyncio.sleep(0.01)
+    assert len(cache) == 0
+    answer = await cache.get("acme", "balance", lambda: backend.balance("acme"))
+    assert answer == "the balance of acme"
+
+
 async def test_it_is_bounded_and_forgets_a_tenant_at_once() -> None:
     cache, backend = ResultCache(limit=3), Backend()
     for number in range(10):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from agent_runtime import Entry, Host, PolicyClient, TenantThrottled, WrongRunner
+from agent_runtime import Entry, Host, NotReady, PolicyClient, TenantThrottled, WrongRunner
 from agent_runtime.histogram import Histogram
 from agent_runtime.runners import RunnerCache, RunnerFigures
 from tests.runtime.scripts import Factory, Runner, Sessions, until
@@ -185,6 +186,24 @@ async def test_one_that_was_dropped_while_it_was_built_is_closed_after_its_turns
     assert len(cache) == 1
 
 
+async def test_closing_leaves_no_build_behind(make_cache: MakeCache, factory: Factory) -> None:
+    go = asyncio.Event()
+
+    async def slowly(entry: Entry, service: Any) -> Runner:
+        await go.wait()
+        return factory(entry, service)
+
+    cache = make_cache(slowly, limit=1)
+    waiting = [asyncio.create_task(use(cache, tenant)) for tenant in ("acme", "bolt")]
+    await asyncio.sleep(0)
+    for one in waiting:
+        one.cancel()  # Nobody waits any more for what is built, kept or dropped already.
+    await asyncio.wait(waiting)
+    await cache.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert factory.built == []
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -355,7 +374,95 @@ async def test_a_host_that_is_closed_or_gone_with_its_loop_keeps_nobody_waiting(
     assert cold.ready
 
 
+# --- closing ----------------------------------------------------------------------------------
+
+
+async def test_a_host_that_closes_lets_nobody_in_any_more(client: PolicyClient) -> None:
+    factory = Factory()
+    host = Host(client, {"pg-eu": Sessions}, factory)
+    assert [event.text async for event in host.run("acme", "u", "s", "1")]
+    closing = asyncio.create_task(host.close())
+    await asyncio.sleep(0)
+    for _ in range(2):
+        with pytest.raises(NotReady, match="closed"):
+            await anext(host.run("acme", "u", "s", "1"))
+        with pytest.raises(NotReady, match="closed"):
+            await host.create_session("acme", "u")
+        await closing
+    await host.close()
+    host.after_round()
+    await asyncio.sleep(0)
+    assert [one.closed for one in factory.built] == [1]
+    assert client.fence.word().in_flight == client.admission.running() == {}
+    assert client.runners.snapshot()["size"] == client.runners.snapshot()["limit"] == 0
+
+
+async def test_closing_a_host_waits_for_a_session_that_is_being_made(
+    client: PolicyClient,
+) -> None:
+    began, go, done = asyncio.Event(), asyncio.Event(), []
+
+    class Slow(Sessions):
+        async def create_session(self, *, session_id: str | None = None, **where: Any) -> Any:
+            began.set()
+            await go.wait()
+            done.append("made")
+            return await super().create_session(session_id=session_id)
+
+        async def close(self) -> None:
+            done.append("closed")
+
+    host = Host(client, {"pg-eu": Slow}, Factory())
+    making = asyncio.create_task(host.create_session("acme", "u", session_id="s9"))
+    await began.wait()
+    closing = asyncio.create_task(host.close())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    go.set()
+    assert (await making).id == "s9"
+    await closing
+    assert done == ["made", "closed"]
+
+
 # --- figures ----------------------------------------------------------------------------------
+
+
+async def test_two_builds_at_once_are_not_weighed_on_one_pair_of_scales(
+    make_cache: MakeCache, figures: RunnerFigures, factory: Factory
+) -> None:
+    go = asyncio.Event()
+    weights: list[bytearray] = []
+
+    async def heavy(entry: Entry, service: Any) -> Runner:
+        await (go.wait() if entry.tenant == "bolt" else asyncio.sleep(0.01))
+        weights.append(bytearray(1_000_000))
+        return factory(entry, service)
+
+    async def weigh(tenant: str) -> None:
+        async with make_cache(heavy).use(Entry.parse(entry(tenant)), SERVICE, weigh=True):
+            pass
+
+    figures.built(0.01)
+    first, second = asyncio.create_task(weigh("acme")), asyncio.create_task(weigh("bolt"))
+    await first
+    go.set()
+    await second
+    assert figures.snapshot()["bytes"] == pytest.approx(1_000_000, rel=0.1)
+    assert not tracemalloc.is_tracing()
+
+
+async def test_a_build_that_fails_leaves_the_scales_to_the_next(
+    make_cache: MakeCache, figures: RunnerFigures, factory: Factory
+) -> None:
+    def broken(entry: Entry, service: Any) -> Runner:
+        raise RuntimeError("told to fail")
+
+    figures.built(0.01)
+    for build in (broken, factory):
+        with suppress(RuntimeError):
+            async with make_cache(build).use(Entry.parse(entry()), SERVICE, weigh=True):
+                pass
+    assert figures.snapshot()["bytes"]
 
 
 async def test_what_a_runner_weighs_is_measured_once(cold: PolicyClient) -> None:
@@ -369,7 +476,7 @@ async def test_what_a_runner_weighs_is_measured_once(cold: PolicyClient) -> None
     await until(lambda: cold.ready)
     assert cold.runners.snapshot()["bytes"] == pytest.approx(1_000_000, rel=0.1)
     assert not tracemalloc.is_tracing()
-    assert not cold.runners.wants_bytes
+    assert not cold.runners.begin_weighing()
     await host.close()
 
 
