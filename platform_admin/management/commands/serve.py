@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from django.conf import settings
@@ -14,6 +16,14 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from platform_admin.processes import KeepsDying, Supervisor, installation
+
+
+def command(name: str) -> str:
+    """Return how a shell here calls another command: by this interpreter, which has it all."""
+    python = Path(sys.executable)
+    if python.is_relative_to(here := Path.cwd()):
+        python = python.relative_to(here)
+    return shlex.join([str(python), "manage.py", name])
 
 
 class Command(BaseCommand):
@@ -28,7 +38,7 @@ class Command(BaseCommand):
         call_command("migrate", verbosity=0)
         if not User.objects.exists():
             self.stdout.write(
-                "Nobody can sign in yet: python manage.py role NAME admin --new --by NAME"
+                f"Nobody can sign in yet: {command('role')} NAME admin --new --by NAME"
             )
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
         logs = settings.HOME / "log"
