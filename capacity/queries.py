@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 from django.conf import settings
@@ -24,6 +25,8 @@ PREWARMED_MOST = 200
 NAMED_MOST = 1_000
 # How many tenants a cell's usage names, and how many days a reconciliation shows.
 LARGEST, RECONCILED_MOST = 20, 500
+# Of so many days everybody's rows are in memory at once.
+RECONCILED_AT_ONCE = 7
 # A time that is longer than this is added up by the day: minutes would be millions of rows.
 BY_MINUTE_HOURS = 48
 # What a tenant's page looks back.
@@ -462,42 +465,104 @@ def reconciliation(
     Reports are kept line by line for USAGE_LINES_KEPT_DAYS, by the minute for
     USAGE_MINUTES_KEPT_DAYS; older days have nothing to be compared with.
     """
-    # The days FIRST. What is added while this reads is then among the lines, as of a moment ago;
-    # the other way round it would be in a day whose lines were read before.
-    # A day more on each side: where a change of zone may have put what is missing inside.
-    around = first - DAY, last + DAY
-    days = list(invoiced(*around, tenant=tenant))
-    reported = _reported(*around, tenant, now)
-    ledger = {
-        (row.tenant_id, row.day): Numbers(row.turns, row.model_calls, row.tokens) for row in days
+    names = {
+        pk: (slug, zone)
+        for pk, slug, zone in (
+            Tenant.objects.all() if tenant is None else Tenant.objects.filter(pk=tenant.pk)
+        ).values_list("pk", "slug", "time_zone")
     }
-    tenants = {row.tenant_id: row.tenant for row in days}
-    tenants |= Tenant.objects.in_bulk([pk for pk, _ in reported if pk not in tenants])
-    shifted = _shifted(ledger, reported)
     kept_since = now - timedelta(days=settings.USAGE_MINUTES_KEPT_DAYS)
-    rows = []
-    for pk, day in {*ledger, *reported}:
-        if not first <= day <= last:
+    kept: dict[tuple[date, str], bool] = {}
+    # What is left of each tenant's days that don't agree, added up.
+    left: dict[int, Numbers] = defaultdict(lambda: NOTHING)
+    differing: list[_Compared] = []
+    agreeing: list[_Compared] = []
+    compared = reported_tokens = invoiced_tokens = 0
+
+    def newest(one: _Compared) -> tuple[int, str]:
+        return -one.day.toordinal(), names[one.tenant][0]
+
+    for one in _compared(first, last, tenant, now):
+        if one.tenant not in names:
+            # It was added while this reads.
             continue
-        begins, _ = bounds(day, tenants[pk].time_zone)
-        said, fresh = reported.get((pk, day), (NOTHING, NOTHING))
-        kept = said if begins >= kept_since else None
-        billed = ledger.get((pk, day), NOTHING)
-        verdict = judge(kept, fresh, billed, shifted=pk in shifted)
-        rows.append(Reconciled(tenants[pk], day, kept, billed, verdict))
-    rows.sort(key=lambda row: row.tenant.slug)
-    rows.sort(key=lambda row: row.day, reverse=True)
-    rows.sort(key=lambda row: (not row.verdict.unexplained, row.verdict.agrees))
+        if one.said != one.billed or one.fresh != NOTHING:
+            differs = one.said.minus(one.fresh).minus(one.billed)
+            left[one.tenant] = left[one.tenant].plus(differs)
+        if not first <= one.day <= last:
+            continue
+        compared += 1
+        invoiced_tokens += one.billed.tokens
+        began = one.day, names[one.tenant][1]
+        if began not in kept:
+            kept[began] = bounds(*began)[0] >= kept_since
+        if kept[began]:
+            reported_tokens += one.said.tokens
+        if kept[began] and one.said != one.billed:
+            differing.append(one)
+            continue
+        agreeing.append(one)
+        if len(agreeing) > 20 * RECONCILED_MOST:
+            agreeing = heapq.nsmallest(RECONCILED_MOST, agreeing, newest)
+
+    def judged(one: _Compared) -> tuple[_Compared, Numbers | None, Verdict]:
+        said = one.said if kept[one.day, names[one.tenant][1]] else None
+        shifted = left[one.tenant] == NOTHING
+        return one, said, judge(said, one.fresh, one.billed, shifted=shifted)
+
+    differ = [judged(one) for one in sorted(differing, key=newest)]
+    differ.sort(key=lambda found: not found[2].unexplained)
+    agree = map(judged, heapq.nsmallest(RECONCILED_MOST, agreeing, newest))
+    shown = [*differ, *agree][:RECONCILED_MOST]
+    tenants = Tenant.objects.in_bulk({one.tenant for one, *_ in shown})
     return Reconciliation(
         first=first,
         last=last,
-        rows=rows[:RECONCILED_MOST],
-        compared=len(rows),
-        differ=sum(not row.verdict.agrees for row in rows),
-        unexplained=sum(row.verdict.unexplained for row in rows),
-        reported_tokens=sum(row.reported.tokens for row in rows if row.reported is not None),
-        invoiced_tokens=sum(row.invoiced.tokens for row in rows),
+        rows=[
+            Reconciled(tenants[one.tenant], one.day, said, one.billed, verdict)
+            for one, said, verdict in shown
+        ],
+        compared=compared,
+        differ=len(differ),
+        unexplained=sum(verdict.unexplained for *_, verdict in differ),
+        reported_tokens=reported_tokens,
+        invoiced_tokens=invoiced_tokens,
     )
+
+
+class _Compared(NamedTuple):
+    """One day of one tenant (id): all that was reported of it, what of that has only just come."""
+
+    tenant: int
+    day: date
+    said: Numbers
+    fresh: Numbers
+    billed: Numbers
+
+
+def _compared(first: date, last: date, tenant: Tenant | None, now: datetime) -> Iterator[_Compared]:
+    """Yield every day beside what was reported of it, newest first, a few days at a time.
+
+    Of thousands of tenants a year is millions of rows, and somebody only opens a page.
+    """
+    # A day more on each side: where a change of zone may have put what is missing inside.
+    until = last + DAY
+    while until >= first - DAY:
+        since = max(first - DAY, until - (RECONCILED_AT_ONCE - 1) * DAY)
+        # The days FIRST. What is added while this reads is then among the lines, as of a moment
+        # ago; the other way round it would be in a day whose lines were read before.
+        ledger = _billed(since, until, tenant)
+        reported = _reported(since, until, tenant, now)
+        for pk, day in ledger.keys() | reported.keys():
+            said, fresh = reported.get((pk, day), (NOTHING, NOTHING))
+            yield _Compared(pk, day, said, fresh, ledger.get((pk, day), NOTHING))
+        until = since - DAY
+
+
+def _billed(first: date, last: date, tenant: Tenant | None) -> dict[tuple[int, date], Numbers]:
+    rows = invoiced(first, last, tenant=tenant).select_related(None)
+    named = rows.values_list("tenant_id", "day", "turns", "model_calls", "tokens")
+    return {(pk, day): Numbers(*counts) for pk, day, *counts in named.iterator()}
 
 
 # Tenant id and day -> all that was reported of it, and what of that has only just come.
@@ -552,13 +617,3 @@ def _by_day(rows: QuerySet[Any], zone: str, fresh: Q | None) -> _Days:
         )
         for tenant, day, *counts in days
     }
-
-
-def _shifted(ledger: Mapping[tuple[int, date], Numbers], reported: _Days) -> set[int]:
-    """Return tenants whose days agree in sum, though each by itself may not."""
-    left: dict[int, Numbers] = defaultdict(lambda: NOTHING)
-    for (pk, _), (said, fresh) in reported.items():
-        left[pk] = left[pk].plus(said.minus(fresh))
-    for (pk, _), billed in ledger.items():
-        left[pk] = left[pk].minus(billed)
-    return {pk for pk, numbers in left.items() if numbers == NOTHING}

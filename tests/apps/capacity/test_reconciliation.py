@@ -35,6 +35,12 @@ def used(cast: make.Cast, instance: RuntimeInstance, now: datetime) -> make.Cast
     return cast
 
 
+@pytest.fixture(params=[1, 7], ids=["a day at a time", "a week at a time"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many days are read at once, the same is found."""
+    monkeypatch.setattr(queries, "RECONCILED_AT_ONCE", request.param)
+
+
 def compared(now: datetime, **asked: Any) -> queries.Reconciliation:
     span = {"first": now.date() - 3 * DAY, "last": now.date() + 3 * DAY}
     # Past the moment in which what was added may be among the days or not.
@@ -79,14 +85,14 @@ def test_a_roll_up_while_the_days_are_read_is_no_difference_that_nothing_explain
     used: make.Cast, instance: RuntimeInstance, now: datetime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines(instance, used.bolt, [now], tokens=7)
-    read = queries.invoiced
+    read = queries._billed
 
-    def and_then_rolled(*asked: Any, **of: Any) -> Any:
-        rows = list(read(*asked, **of))
+    def and_then_rolled(*asked: Any) -> Any:
+        rows = read(*asked)
         services.roll_up(now=now + 5 * MINUTE - timedelta(seconds=1))
         return rows
 
-    monkeypatch.setattr(queries, "invoiced", and_then_rolled)
+    monkeypatch.setattr(queries, "_billed", and_then_rolled)
     found = compared(now)
     assert (found.differ, found.unexplained) == (1, 0)
 
@@ -108,6 +114,7 @@ def test_a_day_that_was_deleted_is_found(used: make.Cast, now: datetime) -> None
     assert compared(now).unexplained == 1
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_change_of_zone_is_named(
     used: make.Cast, instance: RuntimeInstance, now: datetime
 ) -> None:
@@ -121,6 +128,7 @@ def test_a_change_of_zone_is_named(
     assert compared(now, first=now.date(), last=now.date()).unexplained == 0
 
 
+@pytest.mark.usefixtures("at_once")
 def test_days_older_than_the_lines_are_compared_by_the_minute(
     used: make.Cast, now: datetime
 ) -> None:
@@ -141,6 +149,28 @@ def test_days_of_which_nothing_else_is_kept_stand(used: make.Cast, now: datetime
     assert (found.differ, found.reported_tokens, found.invoiced_tokens) == (0, 0, 200)
     assert {row.reported for row in found.rows} == {None}
     assert found.rows[0].difference == 0
+
+
+def test_a_year_of_everybodys_days_is_never_in_memory_at_once(
+    used: make.Cast, now: datetime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, spans = queries._billed, []
+
+    def noted(first: date, last: date, tenant: Tenant | None) -> Any:
+        spans.append((first, last))
+        return read(first, last, tenant)
+
+    monkeypatch.setattr(queries, "_billed", noted)
+    first, last = now.date() - 362 * DAY, now.date() + 3 * DAY
+    found = compared(now, first=first, last=last)
+    assert (found.compared, found.differ) == (UsageDay.objects.count(), 0)
+    assert max(until - since for since, until in spans) < 7 * DAY
+    # Each day once, and one more on each side.
+    read_days = [
+        since + number * DAY for since, until in spans for number in range((until - since).days + 1)
+    ]
+    wanted = [first - DAY + number * DAY for number in range(368)]
+    assert sorted(read_days) == wanted
 
 
 def test_no_more_rows_are_shown_than_a_page_holds_and_the_worst_come_first(
