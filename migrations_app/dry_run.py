@@ -19,10 +19,12 @@ from migrations_app.ports.base import Survey
 from migrations_app.preflight import ARTIFACTS, MEMORY, Preflight, preflight
 from migrations_app.services import (
     InvalidOption,
+    SamePlace,
     check_idle,
     check_pace,
     check_pause,
     check_times,
+    mode_of,
 )
 from tenants import queries as tenants_queries
 from tenants.domain.words import clock, counted, duration, limit, rate
@@ -96,6 +98,8 @@ class _Plan:
 
     @property
     def seconds(self) -> float:
+        if self.of_cell:
+            return 0.0
         return throttle.backfill_seconds(self.source.sessions, self.per_second)
 
     @property
@@ -117,6 +121,10 @@ class _Plan:
     @property
     def splits(self) -> bool:
         return self.move.mode == Mode.SPLIT
+
+    @property
+    def of_cell(self) -> bool:
+        return self.move.mode == Mode.CELL
 
     def said(self, name: str) -> str:
         """Return what the check of this name found; "" where nobody asked."""
@@ -154,12 +162,11 @@ def dry_run(
     check_pace(move.pace_per_second, move.finish_by, now)
     check_idle(move.idle_seconds, move.idle_bound_seconds)
     check_rows(rows_per_second, move.pace_per_second, move.finish_by)
+    try:
+        move.mode = mode_of(home, target_cell, target_store, Mode(move.mode))
+    except SamePlace as refusal:
+        return DryRun(None, (str(refusal),))
     check_pause(move.pause_before, Mode(move.mode))
-    if home.store == target_store:
-        return DryRun(None, (f"{tenant} lives on {target_store} already. Choose another store.",))
-    if move.mode == Mode.SPLIT and home.cell == target_cell:
-        here = f"{tenant} lives in {target_cell} already, and a split is between two cells: choose"
-        return DryRun(None, (f"{here} another cell, or a move by fence.",))
     found = preflight(
         tenant,
         source_cell=home.cell,
@@ -319,21 +326,28 @@ def _proves(found: Preflight) -> bool:
 def _fence(
     move: TenantMigration, found: Preflight, source: Survey, rates: _Rates, now: datetime
 ) -> Quote:
-    changed = min(rates.changed or 0, source.sessions)
+    stays = move.mode == Mode.CELL
+    changed = 0 if stays else min(rates.changed or 0, source.sessions)
     return quote(
         changed=changed,
-        compare=changed if _proves(found) else source.sessions,
-        users=source.users,
+        compare=changed if stays or _proves(found) else source.sessions,
+        users=0 if stays else source.users,
         running_seconds=tenants_queries.time_left_seconds(move.source_cell, move.tenant, now=now),
         drain_bound_seconds=move.drain_bound_seconds,
         copy_rate=rates.copy,
         verify_rate=rates.verify,
         shared_rate=rates.shared,
-        scan_seconds=rates.scan * source.sessions,
+        scan_seconds=0.0 if stays else rates.scan * source.sessions,
     )
 
 
 def _narrated(plan: _Plan) -> Iterator[tuple[Phase, str]]:
+    if plan.of_cell:
+        yield Phase.PREPARE, _announced(plan)
+        yield Phase.DRAIN, _drain(plan)
+        yield Phase.TARGET, _target(plan)
+        yield Phase.SOAK, _soak_of_cell(plan)
+        return
     yield Phase.PREPARE, _prepare(plan)
     yield Phase.BACKFILL, f"{_backfill(plan)}{_beside(plan)}"
     if plan.splits:
@@ -365,6 +379,22 @@ def _prepare(plan: _Plan) -> str:
             " runner, its limits and its store are there before the first one."
         )
     return text
+
+
+def _announced(plan: _Plan) -> str:
+    move = plan.move
+    return (
+        f"Nothing is copied: {plan.held} stay on {move.source_store}, which stays open. Instances"
+        f" of {move.target_cell} are told of {move.tenant} and refuse its turns: its runner, its"
+        " limits and its store are there before the first one."
+    )
+
+
+def _soak_of_cell(plan: _Plan) -> str:
+    return (
+        f"For {limit(plan.move.soak_seconds)} {plan.move.tenant} can be sent back to"
+        f" {plan.move.source_cell} by one more fence. Nothing is deleted afterwards."
+    )
 
 
 def _backfill(plan: _Plan) -> str:
@@ -548,6 +578,11 @@ def _offboard(plan: _Plan) -> str:
 
 def _ways_back(plan: _Plan) -> Iterator[Line]:
     move = plan.move
+    if plan.of_cell:
+        yield Line("Abort", f"Until TARGET, at any moment: {move.source_cell} serves it again.")
+        back = f"Until the soak ends: a fence closes on {move.target_cell}, then"
+        yield Line("Roll back", f"{back} {move.tenant} lives in {move.source_cell} again.")
+        return
     if plan.splits:
         yield Line(
             "Abort",

@@ -246,7 +246,8 @@ def settle(
                 f" opening {home} has to leave exactly one open."
             )
         words = f"Guard rows put right after a restore: {reason}"
-        touch(tenant, home, chosen, rows, open_too | set(rows), by=by, words=words, now=now)
+        move = own_move(tenant, home, chosen, by=by, words=words, now=now)
+        leave_open(move, home, rows, open_too | set(rows))
     with transaction.atomic():
         locked = _lock_open(finding)
         words = f"Settled after a restore: {reason}"
@@ -370,7 +371,9 @@ def _everybody(
     moves = TenantMigration.objects.exclude(phase__in=ENDED)
     if tenant is not None:
         moves = moves.filter(tenant=tenant)
-    live = {move.tenant_id: move for move in moves.select_related("source_store", "target_store")}
+    # A move of the cell alone guards no store, so stores say nothing of it.
+    guards = moves.exclude(mode=Mode.CELL).select_related("source_store", "target_store")
+    live = {move.tenant_id: move for move in guards}
     ended: dict[int, set[int]] = defaultdict(set)
     for pk, owner in owners.items():
         ended[owner].add(pk)
@@ -715,25 +718,15 @@ def _as_asked(by: str, reason: str, now: datetime) -> dict[str, object]:
     return {"abort_requested_at": now, "abort_requested_by": by, "abort_reason": reason}
 
 
-def touch(
-    tenant: Tenant,
-    home: Store,
-    cell: Cell,
-    rows: Mapping[str, GuardRow],
-    keys: Collection[str],
-    *,
-    by: str,
-    words: str,
-    now: datetime,
-) -> None:
-    """Leave exactly one of these stores open to agents: `home`, under a move's number of its own.
+def own_move(
+    tenant: Tenant, home: Store, cell: Cell, *, by: str, words: str, now: datetime
+) -> TenantMigration:
+    """Make a move of its own for guard rows, which it leaves open at `home`; one transaction.
 
-    First the others close, then the home opens: whatever dies in between, no two are open, and
-    settling again goes on from there. The number is above every row's, so the rows rise and
-    nobody who held them before writes any more.
+    Known and ended before it stands in a store: a row that nobody knows would block moves. Its
+    number is above every row's, so the rows rise and nobody who held them before writes any more.
     """
     placement = tenant.placement
-    # Known and ended before it stands in a store: a row that nobody knows would block moves.
     with transaction.atomic():
         move = TenantMigration.objects.create(
             tenant=tenant,
@@ -754,6 +747,17 @@ def touch(
             **_as_asked(by, words, now),
         )
         move.events.create(at=now, who=by, was=move.phase, now=move.phase, note=words)
+    return move
+
+
+def leave_open(
+    move: TenantMigration, home: Store, rows: Mapping[str, GuardRow], keys: Collection[str]
+) -> None:
+    """Leave exactly one of these stores open to agents: `home`, under the number of `own_move`.
+
+    First the others close, then the home opens: whatever dies in between, no two are open, and
+    doing it again goes on from there.
+    """
     with ExitStack() as stack:
         opened: dict[str, SessionStore] = {}
         for store in Store.objects.filter(key__in=keys):
@@ -761,7 +765,7 @@ def touch(
                 ports.open_store(
                     store.kind,
                     store.address_from,
-                    app_name=tenant.app_name,
+                    app_name=move.tenant.app_name,
                     move=move.pk,
                     claim=move.claim,
                 )

@@ -677,7 +677,10 @@ class NewMove(forms.Form):
 
     target_cell = forms.ModelChoiceField(Cell.objects.all(), to_field_name="slug")
     target_store = forms.ModelChoiceField(Store.objects.all(), to_field_name="key")
-    mode = forms.ChoiceField(choices=[(mode, mode) for mode in Mode], initial=Mode.FENCE)
+    # The cell alone is what a move to the tenant's own store is: nobody chooses that mode here.
+    mode = forms.ChoiceField(
+        choices=[(mode, mode) for mode in (Mode.FENCE, Mode.SPLIT)], initial=Mode.FENCE
+    )
     idle_minutes = forms.FloatField(initial=10, required=False)
     idle_bound_hours = forms.FloatField(initial=4, required=False)
     start_fence = forms.ChoiceField(choices=[("operator", ""), ("fits", "")], initial="operator")
@@ -739,7 +742,7 @@ def new_move(request: HttpRequest) -> HttpResponse:
         "form": form,
         "given": _given(form),
         "live_move": lists.live_move_of([page.tenant]).get(page.tenant.pk),
-        "targets": lists.targets(page.placement),
+        "targets": lists.targets(page.placement, own_store=True),
         "rehearsed": page.tenant.rehearsals.select_related("target_store")[:3],
         # A move by fence has all but the split; which one fits is the service's to say.
         "phases": pausable_before(Mode.SPLIT),

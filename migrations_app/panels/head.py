@@ -85,10 +85,11 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
     if phase in (Phase.SOAK, Phase.OFFBOARD) and queries.stuck_at_cleaning(move):
         yield _action("leave_behind", seen, not move.leave_requested_at, danger=True)
     elif phase in (Phase.SOAK, Phase.OFFBOARD):
-        yield _offboard_action(seen, now)
+        if not seen.of_cell:
+            yield _offboard_action(seen, now)
     elif not seen.going_back:
         yield _drain_action(seen, now)
-        if phase in (Phase.PREPARE, Phase.BACKFILL, Phase.SPLIT):
+        if phase in (Phase.PREPARE, Phase.BACKFILL, Phase.SPLIT) and not seen.of_cell:
             yield _action("set_pace", seen, not seen.aborting)
         if move.flip_by_hand and phase in (Phase.DRAIN, Phase.DELTA, Phase.VERIFY):
             yield _flip_action(seen, now)
@@ -172,14 +173,15 @@ def _drain_action(seen: Seen, now: datetime) -> Action:
     if move.fence_closed_at is not None:
         why = f"The fence closed at {clock(move.fence_closed_at, now)}."
         return Action("close_fence", label, False, why=why)
-    if phase == Phase.PREPARE:
+    if phase == Phase.PREPARE and not seen.of_cell:
         return Action("close_fence", label, False, why=f"{label[:-1]} opens after the first pass.")
     if move.drain_requested_at is not None:
         at = clock(move.drain_requested_at, now)
         what = "split" if seen.split else "drain"
-        why = f"{move.drain_requested_by} started the {what} at {at}; it waits for the last pass."
+        waits = move.waiting_for if seen.of_cell else "the last pass"
+        why = f"{move.drain_requested_by} started the {what} at {at}; it waits for {waits}."
         return _action("cancel_fence", seen, not seen.aborting, why=why)
-    if move.pass_ended_at is None:
+    if move.pass_ended_at is None and not seen.of_cell:
         return Action("close_fence", label, False, why=f"{label[:-1]} opens after the first pass.")
     if seen.open_mismatches:
         why = f"{label[:-1]} opens when no mismatch is open."

@@ -229,23 +229,26 @@ class Targets:
     stores: tuple[tuple[str, str], ...]
 
 
-def targets(placement: Placement) -> Targets:
-    """Return every cell, and every store but the tenant's own."""
+def targets(placement: Placement, *, own_store: bool = False) -> Targets:
+    """Return every cell and store; `own_store` lists the tenant's too, last, for its cell alone."""
     home = placement.cell.region_id
     cells = sorted(
         Cell.objects.select_related("region"), key=lambda cell: (cell.region_id != home, cell.slug)
     )
+    found = Store.objects.select_related("region")
     stores = sorted(
-        Store.objects.select_related("region").exclude(pk=placement.store_id),
-        key=lambda store: (store.region_id != home, store.key),
+        found if own_store else found.exclude(pk=placement.store_id),
+        key=lambda store: (store == placement.store, store.region_id != home, store.key),
     )
     return Targets(
         tuple((cell.slug, _cell_words(cell, placement)) for cell in cells),
-        tuple((store.key, _store_words(store)) for store in stores),
+        tuple((store.key, _store_words(store, placement)) for store in stores),
     )
 
 
-def _store_words(store: Store) -> str:
+def _store_words(store: Store, placement: Placement) -> str:
+    if store == placement.store:
+        return f"{store.key} (where it is now: only the cell changes)"
     how = ", by replay" if store.kind == StoreKind.ADK_SERVICE else ""
     return f"{store.key} ({store.kind}{how}, {store.region})"
 

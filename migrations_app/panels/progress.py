@@ -95,13 +95,20 @@ def tenant_sees(seen: Seen) -> str:
 # The track of a split, and what one shows whose births are carried back.
 STEPPER_SPLIT = (*STEPPER[:2], Phase.SPLIT, *STEPPER[2:])
 STEPPER_OUT = (Phase.SPLIT, *STEPPER_BACK[1:])
+# Of a move of the cell alone.
+STEPPER_CELL = (Phase.PREPARE, Phase.DRAIN, Phase.TARGET, Phase.SOAK)
+STEPPER_CELL_BACK = (Phase.SOAK, Phase.REVERSE_DRAIN, Phase.REVERSE_TARGET, Phase.ROLLED_BACK)
 
 
 def stepper(seen: Seen) -> Sequence[Phase]:
     """Return the phases that the track shows: the seven, a split's, or those of the way back."""
     opens_back = seen.opening_again and seen.fence_goes_back
     if seen.going_back or seen.phase == Phase.ROLLED_BACK or opens_back:
+        if seen.of_cell:
+            return STEPPER_CELL_BACK
         return STEPPER_OUT if seen.out_of_split else STEPPER_BACK
+    if seen.of_cell:
+        return STEPPER_CELL
     return STEPPER_SPLIT if seen.split else STEPPER
 
 
@@ -187,7 +194,7 @@ def track(seen: Seen, *, now: datetime) -> Track:
                 bar_label=_bar_label(seen, phase),
             )
         )
-    title = "Phases" if way in (STEPPER, STEPPER_SPLIT) else "The way back"
+    title = "Phases" if way in (STEPPER, STEPPER_SPLIT, STEPPER_CELL) else "The way back"
     return Track(title, tuple(steps), _track_status(seen, now))
 
 

@@ -93,6 +93,11 @@ class Seen:
         return self.move.mode == Mode.SPLIT
 
     @property
+    def of_cell(self) -> bool:
+        """Whether only the cell changes: nothing is copied, compared or deleted."""
+        return self.move.mode == Mode.CELL
+
+    @property
     def both_serve(self) -> bool:
         """Whether agents of both cells serve the tenant, each its own sessions."""
         return queries.split_live(self.move) and not self.ended
@@ -153,12 +158,12 @@ class Seen:
     def ready(self) -> bool:
         """Whether the move only waits for somebody to start the drain."""
         move = self.move
-        return (
-            self.phase == Phase.BACKFILL
-            and not move.automatic
-            and move.drain_requested_at is None
-            and move.pass_ended_at is not None
+        prepared = (
+            self.phase == Phase.PREPARE and move.stage == "ready"
+            if self.of_cell
+            else self.phase == Phase.BACKFILL and move.pass_ended_at is not None
         )
+        return prepared and not move.automatic and move.drain_requested_at is None
 
     @property
     def owes_confirmation(self) -> bool:
@@ -166,6 +171,7 @@ class Seen:
         move = self.move
         return (
             self.phase == Phase.SOAK
+            and not self.of_cell
             and not move.offboard_automatically
             and move.offboard_confirmed_at is None
         )

@@ -68,9 +68,10 @@ def test_an_unknown_tenant_is_named(here: make.Cast, people: People) -> None:
 
 def test_the_form_proposes_what_makes_sense(here: make.Cast, people: People) -> None:
     html = people.operator.get(NEW, {"tenant": "acme"}).content.decode()
-    # Its own store is no target; the cell it is in is one.
-    assert '<option value="store-eu1-a"' not in html
-    assert '<option value="store-eu1-b"' in html
+    # Its own store comes last: there only its cell changes.
+    others, _, own = html.partition('<option value="store-eu1-a"')
+    assert '<option value="store-eu1-b"' in others
+    assert "where it is now: only the cell changes" in own
     assert 'value="cell-eu1-a" selected' in html
     for name, value in (
         ("budget_seconds", "150"),
