@@ -289,6 +289,18 @@ class Shares:
             self._number = number
             self._until = sent_at + seconds
 
+    def resume(self, tenants: Mapping[str, Share]) -> None:
+        """Hold the safe part of what a process before this one was granted, from empty buckets.
+
+        How fresh it is nobody knows, and what of it was used has gone with that process.
+        """
+        self.apply(0, tenants, sent_at=-math.inf, seconds=0.0)
+        with self._lock:
+            for held in self._held.values():
+                for bucket in (held.runs, held.tokens):
+                    if bucket is not None:
+                        bucket.level = 0.0
+
     def extend(self, *, sent_at: float, seconds: float) -> None:
         """Let what is held hold on, for `seconds` from boot time `sent_at`."""
         now = self._clock.boottime()
@@ -363,7 +375,7 @@ class Shares:
             held = self._held.get(entry.tenant)
             if held is None or held.tokens is None:
                 return 0
-            held.tune(self._until, now)
+            held.tune(self._until, now, entry.scope)
             bucket = held.tokens
             # A call that is larger than the bucket leaves it in debt, or could never be made.
             likely = held.likely_tokens()

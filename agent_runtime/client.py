@@ -203,10 +203,7 @@ class PolicyClient:
         if kept is not None:
             self.fence.apply(kept.policy)
             self.fence.lease(kept.lease_until)
-            # Of the grants the safe part: how fresh they are nobody knows, and what of them was
-            # used has gone with the process before.
-            tenants = {t: Share.parse(share) for t, share in kept.grants.items()}
-            self.shares.apply(0, tenants, sent_at=-math.inf, seconds=0.0)
+            self.shares.resume({t: Share.parse(share) for t, share in kept.grants.items()})
             self._copied, self._held = True, str(kept.policy.version)
             log.info("%s serves from the copy of %s until it has joined", self.name, kept.instance)
 
@@ -469,9 +466,15 @@ class PolicyClient:
             self._send_to(instance, self._build_report(instance))
 
     def _build_report(self, instance: str) -> _Report:
+        about = {
+            "ready": self.ready,
+            "runners": self.runners.snapshot(),
+            "breakers": self.breakers.snapshot(),
+        }
         # The grants first: who begins after the count of those inside begins under these grants,
         # or newer ones. Then the word, then usage: a turn notes what it did before it leaves, so
-        # the report that says "nobody inside" holds all that they did.
+        # the report that says "nobody inside" holds all that they did. What is taken has to be
+        # sent: nothing of others is asked after that.
         grants_number = self.shares.number
         word = self.fence.word()
         batch = self.usage.take()
@@ -489,9 +492,7 @@ class PolicyClient:
             "dirty_dropped": batch.dropped,
             "sides": [],
             "grants_number": grants_number,
-            "ready": self.ready,
-            "runners": self.runners.snapshot(),
-            "breakers": self.breakers.snapshot(),
+            **about,
         }
         return _Report(self._seq + 1, json.dumps(content).encode(), batch)
 

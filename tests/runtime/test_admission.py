@@ -388,6 +388,19 @@ def test_an_edit_that_lowers_a_limit_holds_before_it_is_divided_anew(
     assert begun == pytest.approx(10, abs=1)
 
 
+def test_a_lower_limit_holds_beside_calls_that_take_tokens(
+    admission: Admission, shares: Shares, clock: DrivenClock
+) -> None:
+    grant(shares, clock, acme=share(20.0, None, 6_000_000.0))
+    lower = of(runs_per_second=1.0)
+    begun = 0
+    for _ in range(1_000):
+        clock.advance(0.01)
+        begun += refusal(admission, lower) is None
+        shares.settle("acme", shares.reserve(lower), 1)
+    assert begun == pytest.approx(10, abs=1)
+
+
 def test_a_limit_that_was_lifted_holds_nobody(
     admission: Admission, shares: Shares, clock: DrivenClock
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_runtime import Draining, NotReady, PolicyClient
+from agent_runtime import Draining, Entry, NotReady, PolicyClient, TenantThrottled
 from agent_runtime.disk import MERGE_OVER_BYTES, DiskCopy, _merged
 from agent_runtime.transport import Answer
 from tests.runtime.wire import (
@@ -18,8 +19,10 @@ from tests.runtime.wire import (
     ControlPlane,
     DrivenClock,
     entry,
+    limits,
     make_client,
     say,
+    share,
 )
 
 BOOT = "boot-1"
@@ -451,10 +454,13 @@ def limited(plane: ControlPlane) -> Callable[[dict[str, Any]], None]:
     return grant
 
 
+def acme(client: PolicyClient) -> Entry:
+    return client.policy.entries["acme"]  # type: ignore[union-attr]
+
+
 def at_once(client: PolicyClient) -> int:
     """How many runs of acme the process lets in at once."""
-    acme = client.policy.entries["acme"]  # type: ignore[union-attr]
-    return next(n for n in range(20) if client.shares.start(acme, n) is not None)
+    return next(n for n in range(20) if client.shares.start(acme(client), n) is not None)
 
 
 def test_it_holds_the_safe_part_of_what_was_granted(
@@ -475,6 +481,27 @@ def test_a_smaller_share_is_here_before_it_is_said_to_hold(
     first.tick()
     assert plane.reports[-1]["grants_number"] == 1
     assert at_once(start(plane=away)) == 1
+
+
+def test_a_process_that_is_started_again_and_again_begins_no_more_than_was_granted(
+    start: StartProcess, plane: ControlPlane, clock: DrivenClock
+) -> None:
+    """What the one before had left in its buckets has gone with it."""
+    plane.publish(entry("acme", scope=limits(runs_per_second=1.0)))
+    plane.grant(acme=share(1.0))
+    start().tick()
+    begun = 0
+    for _ in range(20):
+        again = start(plane=away)
+        for _ in range(2):
+            clock.advance(0.5)
+            with suppress(TenantThrottled), again.admission.admit(acme(again)):
+                begun += 1
+    # Half of it is safe; a second is too short for one of it.
+    assert begun == 0
+    clock.advance(1)
+    with again.admission.admit(acme(again)):
+        pass
 
 
 def test_what_the_copy_granted_ends_with_the_own_policy(

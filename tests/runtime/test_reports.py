@@ -56,6 +56,23 @@ def test_a_retry_sends_the_same_bytes(plane: ControlPlane, client: PolicyClient)
     assert first == second
 
 
+def test_a_companion_that_fails_costs_no_usage(plane: ControlPlane, client: PolicyClient) -> None:
+    class Fails:
+        def after_round(self) -> None: ...
+
+        def warming(self) -> bool:
+            raise RuntimeError("told to fail")
+
+    client.usage.turn("acme")
+    fails = Fails()
+    client.attach(fails)
+    with pytest.raises(RuntimeError):
+        client.tick()
+    client.detach(fails)
+    client.tick()
+    assert plane.total("turns") == 1
+
+
 def test_what_happened_since_follows_a_retry_at_once(
     plane: ControlPlane, client: PolicyClient
 ) -> None:
