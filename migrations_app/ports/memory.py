@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from migrations_app.domain import canonical
 from migrations_app.ports.address import read
 from migrations_app.ports.base import NOBODY, Key, SessionStore, StoreRefused
-from migrations_app.ports.factory import made
+from migrations_app.ports.factory import Kind, made
 from migrations_app.ports.runner import runner
 
 if TYPE_CHECKING:
@@ -88,37 +88,30 @@ def open_memory(reference: str, *, app_name: str) -> Iterator[Memory]:
 
 
 def _service(address: str, reference: str) -> BaseMemoryService:
-    try:
-        from google.adk.cli.service_registry import get_service_registry
-        from google.adk.memory import BaseMemoryService
-    except ImportError:
-        raise MemoryUnknown(
-            "A memory service is opened by google-adk, which is not installed here. Install the"
-            " extra: pip install switchyard[adk]."
-        ) from None
+    registry = _KIND.registry()
+    from google.adk.memory import BaseMemoryService
+
     if address.startswith("memory:"):
         raise MemoryUnknown(
             f"{reference} names a memory that lives in one process, which a move can't reach. Give"
             " the address of a service that agents share."
         )
-    try:
+    with _KIND.opening(reference):
         if address.startswith("python:"):
-            service: Any = made(address)
+            service = made(address)
         else:
-            service = get_service_registry().create_memory_service(address)
-    except Exception as error:
-        # What it says may quote the address.
-        raise MemoryUnknown(
-            f"What {reference} leads to could not be opened as a memory service"
-            f" ({type(error).__name__}). It is a URI that google-adk knows, or"
-            " python:package.module:factory."
-        ) from None
-    if not isinstance(service, BaseMemoryService):
-        raise MemoryUnknown(
-            f"What {reference} leads to is no memory service of google-adk. It is a URI that"
-            " google-adk knows (sqlite, agentengine), or python:package.module:factory."
-        )
-    return service
+            service = registry.create_memory_service(address)
+    found: BaseMemoryService = _KIND.checked(service, BaseMemoryService, reference)
+    return found
+
+
+_KIND = Kind(
+    "memory service",
+    "It is a URI that google-adk knows (sqlite, agentengine), or python:package.module:factory.",
+    unknown=MemoryUnknown,
+    other=MemoryUnknown,
+    missing=MemoryUnknown,
+)
 
 
 class Memory:

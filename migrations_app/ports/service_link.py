@@ -32,7 +32,7 @@ from migrations_app.ports.base import (
     Unreachable,
     WrongCredentials,
 )
-from migrations_app.ports.factory import made
+from migrations_app.ports.factory import Kind, made
 
 if TYPE_CHECKING:
     from google.adk.sessions import BaseSessionService, Session
@@ -219,38 +219,35 @@ async def _awaited(value: Any) -> Any:
 
 
 async def _opened(uri: str, reference: str) -> BaseSessionService:
-    try:
-        from google.adk.cli.service_registry import get_service_registry
-        from google.adk.sessions import BaseSessionService
-    except ImportError:
-        raise AdkMissing(
-            f"{reference} is opened by google-adk, which is not installed here. Install the extra:"
-            " pip install switchyard[adk]."
-        ) from None
+    registry = _KIND.registry()
+    from google.adk.sessions import BaseSessionService
+
     _hush()
-    try:
-        if uri.startswith("python:"):
-            service = await _awaited(made(uri))
-        else:
-            service = get_service_registry().create_session_service(uri) or _database(uri)
-    except Exception as error:
-        if type(error).__name__ == "RuntimeError" and "old schema" in str(error):
+    with _KIND.opening(reference):
+        try:
+            if uri.startswith("python:"):
+                service = await _awaited(made(uri))
+            else:
+                service = registry.create_session_service(uri) or _database(uri)
+        except RuntimeError as error:
+            if "old schema" not in str(error):
+                raise
             raise OldSchema(
                 f"The tables of {reference} are of an older google-adk. Run its migration first:"
                 " python -m google.adk.sessions.migration.migrate_from_sqlalchemy_sqlite."
             ) from None
-        # What it says may quote the address.
-        raise AddressMissing(
-            f"What {reference} leads to could not be opened as a session service"
-            f" ({type(error).__name__}). It is a URI that google-adk knows, with an asynchronous"
-            " driver (postgresql+psycopg://..., sqlite+aiosqlite:////..., agentengine://...), or"
-            " python:package.module:factory."
-        ) from None
-    if not isinstance(service, BaseSessionService):
-        raise NotASessionStore(
-            f"What {reference} leads to is no session service of google-adk (BaseSessionService)."
-        )
-    return service
+    found: BaseSessionService = _KIND.checked(service, BaseSessionService, reference)
+    return found
+
+
+_KIND = Kind(
+    "session service",
+    "It is a URI that google-adk knows, with an asynchronous driver (postgresql+psycopg://...,"
+    " sqlite+aiosqlite:////..., agentengine://...), or python:package.module:factory.",
+    unknown=AddressMissing,
+    other=NotASessionStore,
+    missing=AdkMissing,
+)
 
 
 def _database(uri: str) -> BaseSessionService:

@@ -38,7 +38,7 @@ from migrations_app.ports.artifacts.known import Sessions
 from migrations_app.ports.artifacts.native import FileStore, MemoryStore
 from migrations_app.ports.artifacts.service import GcsStore, ServiceStore
 from migrations_app.ports.base import NOBODY, StoreRefused, Unreachable
-from migrations_app.ports.factory import made
+from migrations_app.ports.factory import Kind, made
 from migrations_app.ports.runner import runner
 
 __all__ = [
@@ -126,46 +126,31 @@ def _port(service: Any) -> type[ServiceStore]:
 
 
 def _service(address: str, reference: str) -> Any:
-    try:
-        from google.adk.artifacts import BaseArtifactService
-    except ImportError:
-        raise ArtifactsUnknown(
-            "An artifact service is opened by google-adk, which is not installed here. Install the"
-            " extra: pip install switchyard[adk]."
-        ) from None
+    registry = _KIND.registry()
+    from google.adk.artifacts import BaseArtifactService
+
     if address.startswith("file:"):
         _look_at_folder(address, reference)
-    try:
-        service = _made(address)
-    except Exception as error:
-        # What it says may quote the address.
-        raise ArtifactsUnknown(
-            f"What {reference} leads to could not be opened as an artifact service"
-            f" ({type(error).__name__}). {_TAKES}"
-        ) from None
-    if not isinstance(service, BaseArtifactService):
-        raise ArtifactsUnknown(
-            f"What {reference} leads to is no artifact service of google-adk. {_TAKES}"
-        )
-    return service
+    with _KIND.opening(reference):
+        if address.startswith("python:"):
+            service = made(address)
+        elif address.startswith("memory:"):
+            if address not in _in_memory:
+                _in_memory[address] = registry.create_artifact_service(address)
+            service = _in_memory[address]
+        else:
+            service = registry.create_artifact_service(address)
+    return _KIND.checked(service, BaseArtifactService, reference)
 
 
-_TAKES = (
+_KIND = Kind(
+    "artifact service",
     "It is a URI that google-adk knows (file:///folder, gs://bucket), or"
-    " python:package.module:factory."
+    " python:package.module:factory.",
+    unknown=ArtifactsUnknown,
+    other=ArtifactsUnknown,
+    missing=ArtifactsUnknown,
 )
-
-
-def _made(address: str) -> Any:
-    from google.adk.cli.service_registry import get_service_registry
-
-    if address.startswith("python:"):
-        return made(address)
-    if address.startswith("memory:"):
-        if address not in _in_memory:
-            _in_memory[address] = get_service_registry().create_artifact_service(address)
-        return _in_memory[address]
-    return get_service_registry().create_artifact_service(address)
 
 
 def _look_at_folder(address: str, reference: str) -> None:
