@@ -31,6 +31,7 @@ from migrations_app.domain.channels import (
 from migrations_app.domain.phases import ENDED, FENCED, REVERSED, Phase
 from migrations_app.models import MoveChannel, SideChannel, TenantMigration
 from migrations_app.ports import channel as port
+from migrations_app.preflight import may_call
 from migrations_app.services import REASON_CHARACTERS, InvalidOption, NotNow, StalePage
 from tenants import services as tenants
 from tenants.domain.names import check_name
@@ -144,7 +145,7 @@ def _save(channel: SideChannel) -> None:
         ("verify step", channel.verify_by, channel.verify_step),
     ):
         check_step(by, step, what=what)
-        port.check(by, step, queries.may_call())
+        port.check(by, step, may_call())
     # The owner's row is held: of two at once the second sees the first.
     owner: Any = channel.agent or channel.tenant
     type(owner).objects.select_for_update(of=("self",)).get(pk=owner.pk)
@@ -373,7 +374,7 @@ def _carry_out(move: TenantMigration, row: MoveChannel, step: Step, clock: Clock
             text,
             step,
             _context(move, row, step),
-            may=queries.may_call(),
+            may=may_call(),
             seconds=_seconds(move, began),
         )
     except Refused as refused:

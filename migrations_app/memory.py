@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from django.db.models import F, Q, QuerySet
 
@@ -331,40 +330,28 @@ def _say(locked: TenantMigration, note: str, clock: Clock) -> None:
     locked.events.create(at=clock(), who="mover", was=locked.phase, now=locked.phase, note=note)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What is known of the written side's memory. `words` is empty where all is well."""
-
-    missing: int
-    sampled: int
-    found: int
-    words: str
-
-
 def verify(
     move: TenantMigration, source: SessionStore, *, meter: Meter, timer: Timer, clock: Clock
-) -> Verdict:
-    """Give memory what it still lacks, then look whether it has all, and search for a sample.
+) -> str:
+    """Give memory what it still lacks, look whether it has all, and search for a sample.
 
-    A service that answers no search with anything at all is not the tenant's: that blocks. One
-    that answers in its own words is believed.
+    Returns what it is waited for, in words; "" where all is well. A service that answers no search
+    with anything at all is not the tenant's: that blocks. One that answers in its own words is
+    believed.
     """
     if not goes_over(move):
-        return Verdict(0, 0, 0, "")
+        return ""
     _sweep(move, source, 0, meter, timer, clock)
     store = copying.way(move).to_store
     if missing := _due(move).count():
         row = _due(move).order_by("pk")[0]
-        example = f"such as {row.session_id} of {row.user_id}"
         what = counted(missing, "session", "sessions")
-        return Verdict(missing, 0, 0, f"the memory of {store} to take {what}, {example}")
+        return f"the memory of {store} to take {what}, such as {row.session_id} of {row.user_id}"
     sampled, found = _sampled(move, source, timer)
     if sampled and not found:
-        words = (
-            f"the memory of {store} to find any of {counted(sampled, 'session')} that it was given"
-        )
-        return Verdict(0, sampled, 0, words)
-    return Verdict(0, sampled, found, "")
+        some = counted(sampled, "session")
+        return f"the memory of {store} to find any of {some} that it was given"
+    return ""
 
 
 def _sampled(move: TenantMigration, source: SessionStore, timer: Timer) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from django.conf import settings
 from django.db.models import Q
 
 from durable.errors import Refused
@@ -17,6 +18,7 @@ from migrations_app.domain.phases import ENDED, Mode, Phase
 from migrations_app.models import ArtifactVersion, SideChannel, TenantMigration
 from migrations_app.ports import artifacts
 from migrations_app.ports.base import START, Finding, StoreRefused, Survey
+from migrations_app.ports.channel import Allowed
 from migrations_app.ports.channel import check as check_step
 from migrations_app.ports.memory import open_memory, where
 from tenants import queries as tenants_queries
@@ -322,6 +324,11 @@ def _beside(
     return [*([memory] if memory is not None else []), _channels_check(tenant, channels)]
 
 
+def may_call() -> Allowed:
+    """Return what steps of side channels may call in this installation."""
+    return Allowed(settings.CHANNEL_MODULES, settings.CHANNEL_COMMANDS, settings.CHANNEL_VARIABLES)
+
+
 def _channels_check(tenant: Tenant, channels: Sequence[SideChannel]) -> Check:
     if not channels:
         detail = (
@@ -336,7 +343,7 @@ def _channels_check(tenant: Tenant, channels: Sequence[SideChannel]) -> Check:
             (channel.verify_by, channel.verify_step),
         ):
             try:
-                check_step(by, step, queries.may_call())
+                check_step(by, step, may_call())
             except Refused as refusal:
                 refused.append(f"{channel}: {refusal}")
     if refused:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from copy import copy
 from datetime import datetime
 
-from django.conf import settings
 from django.db.models import Q, QuerySet
 
 from migrations_app.domain.channels import ChannelState, Step, StepBy
@@ -14,7 +13,6 @@ from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import FENCED, REVERSED, Mode, Phase
 from migrations_app.domain.quote import Quote, quote
 from migrations_app.models import Mismatch, MoveChannel, SideChannel, TenantMigration
-from migrations_app.ports.channel import Allowed
 from tenants import queries as tenants_queries
 from tenants.models import DirtyLine, Tenant
 
@@ -228,11 +226,6 @@ def channels_of(tenant: Tenant) -> QuerySet[SideChannel]:
     """Return the side channels that a move of the tenant lists: its own and its agent's."""
     whose = Q(tenant=tenant) | Q(agent=tenant.agent_id)
     return SideChannel.objects.filter(whose, removed_at=None)
-
-
-def may_call() -> Allowed:
-    """Return what steps of side channels may call in this installation."""
-    return Allowed(settings.CHANNEL_MODULES, settings.CHANNEL_COMMANDS, settings.CHANNEL_VARIABLES)
 
 
 def listed_channels(move: TenantMigration) -> QuerySet[MoveChannel]:

@@ -19,6 +19,7 @@ from migrations_app import channels, queries
 from migrations_app.domain.channels import Step, StepBy
 from migrations_app.models import MoveChannel, SideChannel
 from migrations_app.panels import channels as channels_panel
+from migrations_app.preflight import may_call
 from migrations_app.services import REASON_CHARACTERS
 from migrations_app.views import read_seen, said, show_dialog
 from tenants.domain.roles import Role
@@ -100,7 +101,7 @@ def side_channels(request: HttpRequest) -> HttpResponse:
         "page": page,
         "lines": [channels_panel.registered(row) for row in page],
         "may_register": request.role is Role.ADMIN,
-        "allowed": queries.may_call(),
+        "allowed": may_call(),
     }
     return render(request, "migrations_app/side_channels.html", context)
 
@@ -258,7 +259,7 @@ def _form(
             (StepBy.CALLABLE, "A callable of this installation"),
             (StepBy.COMMAND, "A command of this installation"),
         ),
-        "allowed": queries.may_call(),
+        "allowed": may_call(),
         "refused": refused,
     }
     code = status or (409 if refused else 200)

@@ -282,7 +282,7 @@ def _owed_beside(move: TenantMigration, source: SessionStore, clock: Clock) -> s
     channels.run(move, timer=Timer(), clock=clock)
     if owed := queries.channels_before_flip(move):
         return owed
-    return memory.verify(move, source, meter=Meter(), timer=Timer(), clock=clock).words
+    return memory.verify(move, source, meter=Meter(), timer=Timer(), clock=clock)
 
 
 class CountsDiffer(Refused):
