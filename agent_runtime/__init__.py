@@ -9,8 +9,10 @@
 `PolicyClient` keeps the process joined to its cell, its `Fence` lets turns in and counts them, its
 `Admission` holds tenants to their limits by the `Shares` of them that this process was granted.
 `Host` runs a turn inside both over a google-adk Runner of its `RunnerCache`; `TierPools` are Hosts
-in threads, one for the tenants that share and one for each that doesn't. In front of the cells
-`Placements` keeps where tenants live and `Gateway` finds the cell that serves a turn.
+in threads, one for the tenants that share and one for each that doesn't. With a `DiskCopy` a
+process that is started again while the control plane is away goes on. In front of the cells
+`Placements` keeps where tenants live and `Gateway` finds the cell that serves a turn. For tools
+there are `ResultCache`, which gives no tenant another's answer, and `idempotency_key`.
 `agent_runtime.adk` makes session services, and holds each run to its tenant's limits; it alone
 imports google-adk.
 Everything raised on purpose is of this tree:
@@ -31,7 +33,8 @@ Everything raised on purpose is of this tree:
     ├── WrongRunner           the factory built a Runner of another app or another store
     └── ControlPlaneError     a call failed; the client backs off and goes on
         ├── Unreachable       no answer, or one that says "later"
-        └── BadAnswer         an answer that breaks the contract; nothing was applied
+        ├── BadAnswer         an answer that breaks the contract; nothing was applied
+        └── DiskStuck         the disk copy can't be kept, so nothing was applied
 """
 
 from agent_runtime.admission import Admission, Share, Shares, TokenBucket
@@ -39,6 +42,7 @@ from agent_runtime.breaker import BreakerOpen, Breakers
 from agent_runtime.buckets import bucket
 from agent_runtime.client import PolicyClient
 from agent_runtime.clock import Clock, SystemClock
+from agent_runtime.disk import DiskCopy, DiskStuck
 from agent_runtime.errors import (
     AgentRuntimeError,
     BadAnswer,
@@ -63,6 +67,7 @@ from agent_runtime.host import Host
 from agent_runtime.keys import idempotency_key
 from agent_runtime.policy import Entry, Policy, Scope, Version
 from agent_runtime.pools import TierPools
+from agent_runtime.results import ResultCache
 from agent_runtime.runners import RunnerCache
 from agent_runtime.transport import HttpTransport, Transport
 from agent_runtime.usage import Usage
@@ -76,6 +81,8 @@ __all__ = [
     "Breakers",
     "Clock",
     "ControlPlaneError",
+    "DiskCopy",
+    "DiskStuck",
     "Draining",
     "Entry",
     "Fence",
@@ -92,6 +99,7 @@ __all__ = [
     "Placements",
     "Policy",
     "PolicyClient",
+    "ResultCache",
     "RetryLater",
     "RunnerCache",
     "Scope",

@@ -725,6 +725,9 @@ def shares(plane: Plane, runtime: Runtime) -> None:
     plane.next_report("two turns inside", lambda r: r.get("in_flight", {}).get("acme") == 2)
     runtime.refuses()
     check(all(turn.result().served for turn in turns), "two turns at once are served")
+    # Set after the shares were made: in none of them, and every instance would hold all of it.
+    settled(plane, plane.publish(entry("acme", max_concurrent_runs=8, runs_per_second=100.0)))
+    runtime.refuses()
     plane.grants = None
     settled(plane, plane.publish(entry("acme")))
 

@@ -15,8 +15,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from agent_runtime import PolicyClient, RetryLater, TenantThrottled
-from agent_runtime.disk import DiskCopy
+from agent_runtime import DiskCopy, PolicyClient, RetryLater, Share, TenantThrottled
 from agent_runtime.policy import Policy
 
 
@@ -91,11 +90,23 @@ def hammer(client: PolicyClient) -> None:
     client._back_off.failed = lambda error: 0.01  # type: ignore[method-assign]
 
 
+def undivided(client: PolicyClient) -> None:
+    """Holds a limit as a whole where its share says nothing of it."""
+    apply = client.shares.apply
+
+    def whole(number: int, tenants: Mapping[str, Share], **since: float) -> None:
+        most = {"runs_per_second": 1e6, "safe_runs_per_second": 1e6}
+        apply(number, {t: replace(share, **most) for t, share in tenants.items()}, **since)  # type: ignore[arg-type]
+
+    client.shares.apply = whole  # type: ignore[method-assign]
+
+
 BREAKS: Mapping[str, Callable[[PolicyClient], None]] = {
     "late_fence": late_fence,
     "new_bytes": new_bytes,
     "no_lease": no_lease,
     "hammer": hammer,
+    "undivided": undivided,
 }
 
 

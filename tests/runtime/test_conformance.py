@@ -39,6 +39,7 @@ BROKEN = {
     "new_bytes": "the same bytes",
     "no_lease": "when its lease is over",
     "hammer": "backs off",
+    "undivided": "a share of a limit is held",
 }
 
 

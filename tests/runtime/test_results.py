@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agent_runtime.results import ResultCache
+from agent_runtime import ResultCache
 
 
 class Backend:
