@@ -103,6 +103,10 @@ class Member:
     in_flight: Mapping[str, int] = field(default_factory=dict)
     # Tenant -> runs per second (units) that it served or refused; runs at once that it refused.
     demand: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # `shares` were made so long ago that they are told again. What is left of a budget is held
+    # against all that was used since it was told, over midnights too: a little of a budget each day
+    # would be all of it in the end, and the tenant refused for ever.
+    old: bool = False
 
     @property
     def free(self) -> bool:
@@ -139,8 +143,8 @@ def redivide(members: Sequence[Member], asks: Mapping[str, Ask]) -> dict[int, Re
     changed: dict[int, Redivided] = {}
     counted = []
     for member in members:
-        if _is_silent(member):
-            shares, before = _collapsed(member)
+        if _is_silent(member, asks):
+            shares, before = _collapsed(member, asks)
             changed[member.id] = Redivided(shares, before)
             member = Member(
                 id=member.id,
@@ -164,7 +168,8 @@ def redivide(members: Sequence[Member], asks: Mapping[str, Ask]) -> dict[int, Re
             _divide(tenant, ask, group, documents)
     for member in free:
         document = documents[member.id]
-        if document != member.shares:
+        told = member.old and any(share[_LEFT] is not None for share in document.values())
+        if told or document != member.shares:
             # What it may still apply matters where it differs: of thousands of tenants, of few.
             before = {
                 tenant: had
@@ -370,19 +375,28 @@ def _left(ask: Ask, had: Share | None) -> int | None:
     return int(said)
 
 
-def _is_silent(member: Member) -> bool:
+def _is_silent(member: Member, asks: Mapping[str, Ask]) -> bool:
     """Whether a member was not answered in time and may still come back to more than is counted."""
     if member.standing.fresh or not member.standing.leased:
         return False
     return any(
-        share[full] != share[safe]
-        for share in member.shares.values()
+        share[full] != share[safe] or not _is_asked(tenant, member, asks)
+        for tenant, share in member.shares.items()
         for full, safe, *_ in (_RATE, _RUNS)
     )
 
 
-def _collapsed(member: Member) -> tuple[Document, Document]:
-    """Return the documents by which a member has no more than the safe part, when it comes back."""
+def _is_asked(tenant: str, member: Member, asks: Mapping[str, Ask]) -> bool:
+    ask = asks.get(tenant)
+    return ask is not None and member.cell in ask.cells
+
+
+def _collapsed(member: Member, asks: Mapping[str, Ask]) -> tuple[Document, Document]:
+    """Return the documents by which a member has no more than the safe part, when it comes back.
+
+    And nothing of a tenant that has left its cell: all of that limit was lent elsewhere, and the
+    tenant may have come back before the member does.
+    """
     shares, before = {}, {}
     documents = (member.shares,) if member.heard else (member.shares, member.before)
     for tenant in dict.fromkeys(tenant for document in documents for tenant in document):
@@ -390,7 +404,9 @@ def _collapsed(member: Member) -> tuple[Document, Document]:
         most = [_most(values) for values in zip(*said, strict=True)]
         _, runs, tokens, safe_rate, safe_runs, safe_tokens, _ = most
         left = said[0][_LEFT]
-        shares[tenant] = [safe_rate, safe_runs, tokens, safe_rate, safe_runs, safe_tokens, left]
+        if _is_asked(tenant, member, asks):
+            full = safe_rate, safe_runs, tokens
+            shares[tenant] = [*full, safe_rate, safe_runs, safe_tokens, left]
         # No turn begins by the full share any more; those that run are counted by it.
         before[tenant] = [safe_rate, runs, tokens, safe_rate, safe_runs, safe_tokens, left]
     return shares, before

@@ -45,6 +45,8 @@ DEMAND_SECONDS = 15.0
 NEWCOMER = timedelta(seconds=60)
 # A process that joined anew, or was declared dead, may run turns for its longest, a day at most.
 GONE_COUNTED = timedelta(days=1)
+# After so long documents are told again (`Member.old`).
+DOCUMENT_LASTS = timedelta(days=1)
 # One message divides for so long; what is left is the next one's.
 ROUND_SECONDS = 4.0
 
@@ -163,7 +165,7 @@ def _divide(cells: tuple[int, ...], now: datetime) -> int:
         return 0
     asks = _asks(limited, fenced, now)
     counted = [one for one, _ in members]
-    _read_documents(counted)
+    _read_documents(counted, now)
     for one in counted:
         one.demand = demand.get(one.id, {})
     changed = redivide(counted, asks)
@@ -270,13 +272,16 @@ def _members(rows: list[RuntimeInstance], now: datetime) -> list[tuple[Member, i
     return members
 
 
-def _read_documents(members: list[Member]) -> None:
+def _read_documents(members: list[Member], now: datetime) -> None:
     heard = [one.id for one in members if one.heard]
     grants = Grants.objects.filter(instance__in=[one.id for one in members])
     shares = dict(grants.values_list("instance_id", "shares"))
+    old = grants.filter(made_at__lt=now - DOCUMENT_LASTS).values_list("instance_id", flat=True)
+    told_again = set(old)
     before = dict(grants.exclude(instance__in=heard).values_list("instance_id", "before"))
     for one in members:
         one.shares, one.before = shares.get(one.id, {}), before.get(one.id, {})
+        one.old = one.id in told_again
 
 
 def _demand(rows: list[RuntimeInstance]) -> dict[int, dict[str, tuple[int, int]]]:

@@ -448,6 +448,23 @@ def test_an_instance_that_comes_back_has_no_more_than_the_safe_part() -> None:
     assert runs_of(redivide([kept, member(2, 4, demand={"acme": (0, 20)})], TEN), 2) == 7
 
 
+def test_an_instance_that_comes_back_has_nothing_of_a_tenant_that_left_its_cell() -> None:
+    """The tenant may be back before it: by then others have all of the limit."""
+    silent = Standing(fresh=False, running=False, leased=True)
+    asks = {"acme": Ask(frozenset({2}), max_concurrent_runs=10)}
+    # Its safe part, as it was made while the tenant was here.
+    gone = member(
+        1, standing=silent, heard=False, shares={"acme": [None, 3, None, None, 3, None, None]}
+    )
+    made = redivide([gone], asks)
+    assert made[1].shares == {}
+    # It counts until it has heard so.
+    both = {"acme": Ask(frozenset({1, 2}), max_concurrent_runs=10)}
+    kept = member(1, heard=False, standing=silent, shares={}, before=made[1].before)
+    assert runs_of(redivide([kept, member(2, cell=2)], both), 2) == 7
+    assert redivide([kept], asks) == {}
+
+
 def test_an_instance_that_nobody_hears_is_not_told_anew_each_round() -> None:
     silent = Standing(fresh=False, running=False, leased=True)
     made = redivide([member(1, 6, standing=silent)], TEN)
@@ -505,6 +522,15 @@ def test_what_is_left_of_a_budget_is_told_when_it_has_changed(
     made = redivide([one], ask)
     shares = made[1].shares if made else one.shares
     assert shares["acme"] == share(None, left=said)
+
+
+def test_what_is_left_of_a_budget_is_told_again_after_a_day_though_it_is_the_same() -> None:
+    asks = {"acme": Ask(frozenset({1}), daily_token_budget=1_000, tokens_left=995)}
+    one = member(1, shares={"acme": [None, None, None, None, None, None, 1_000]}, old=True)
+    assert redivide([one], asks)[1].shares["acme"][-1] == 1_000
+    # Without a budget nobody counts anything.
+    alone = member(1, 10, old=True)
+    assert redivide([alone], TEN) == {}
 
 
 @pytest.mark.parametrize(

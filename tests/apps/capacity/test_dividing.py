@@ -20,7 +20,7 @@ from durable.clock import database_now
 from tenants import services as tenants_services
 from tenants.domain.limits import Limits
 from tenants.domain.reports import Usage
-from tenants.models import Cell, Grants, Tenant
+from tenants.models import Cell, Grants, RuntimeInstance, Tenant
 from tests import make
 from tests.apps.tenants.conftest import Process, elsewhere
 
@@ -168,6 +168,26 @@ def test_what_is_left_of_a_budget_is_told(cast: make.Cast, now: datetime) -> Non
     rounds(cast.cell, one, now=now, count=1)
     assert one.shares["acme"]["tokens_left"] == 700_000
     assert one.runs() is None
+
+
+@pytest.mark.django_db
+def test_a_little_of_a_budget_each_day_is_never_all_of_it(cast: make.Cast, now: datetime) -> None:
+    """An instance counts what it used since it was told what is left, for as long as it lives."""
+    limit(cast.acme, now, daily_token_budget=1_000)
+    one = join(cast.cell, now)
+    now = rounds(cast.cell, one, now=now, count=2)
+    counted, number = 0, one.number
+    for _ in range(120):
+        one.says(now=now, usage=(Usage("acme", now, tokens=9),))
+        services.roll_up(now=now)
+        counted += 9
+        now = rounds(cast.cell, one, now=now, count=1)
+        if one.number != number:
+            counted, number = 0, one.number
+        assert counted < one.shares["acme"]["tokens_left"]
+        # It was never silent; nothing else is told of these hours.
+        now += timedelta(days=1)
+        RuntimeInstance.objects.update(lease_until=now + 900 * SECOND)
 
 
 # --- moves ----------------------------------------------------------------------------------
