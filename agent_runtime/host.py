@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from agent_runtime.admission import budget_spent
 from agent_runtime.client import PolicyClient
+from agent_runtime.clock import Clock
 from agent_runtime.errors import (
     Draining,
     NotHere,
@@ -117,6 +118,46 @@ class _Handover:
         return event
 
 
+class _Deadlines:
+    """Cuts what runs for too long. One timer for all turns of a loop costs each of them less.
+
+    asyncio's clock stands still while the machine is suspended, and the control plane's doesn't:
+    deadlines are on the lease's clock, and looked at often.
+    """
+
+    def __init__(self, clock: Clock, longest_turn_seconds: float) -> None:
+        self.longest_turn_seconds = longest_turn_seconds
+        self._clock = clock
+        # In boot time.
+        self._at: dict[asyncio.Timeout, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, scope: asyncio.Timeout, at: float) -> None:
+        """Let `scope` end at boot time `at`."""
+        self._at[scope] = at
+        if self._timer is None or self.longest_turn_seconds < WATCH_SECONDS:
+            self._look()
+
+    def discard(self, scope: asyncio.Timeout) -> None:
+        """Forget a scope that has ended."""
+        self._at.pop(scope, None)
+
+    def _look(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop, now = asyncio.get_running_loop(), self._clock.boottime()
+        wait = WATCH_SECONDS
+        for scope, at in list(self._at.items()):
+            if at <= now:
+                del self._at[scope]
+                scope.reschedule(loop.time())
+            else:
+                wait = min(wait, at - now)
+        if self._at:
+            self._timer = loop.call_later(wait, self._look)
+
+
 class _Cut:
     """Cancels the block at its turn's deadline, and raises TurnTooLong.
 
@@ -124,16 +165,16 @@ class _Cut:
     which is felt where a turn costs a few dozen microseconds.
     """
 
-    __slots__ = ("_host", "_scope", "_turn")
+    __slots__ = ("_deadlines", "_scope", "_turn")
 
-    def __init__(self, host: Host, turn: Turn) -> None:
-        self._host = host
+    def __init__(self, deadlines: _Deadlines, turn: Turn) -> None:
+        self._deadlines = deadlines
         self._turn = turn
         self._scope = asyncio.timeout(None)
 
     async def __aenter__(self) -> None:
         await self._scope.__aenter__()
-        self._host.cut_at(self._turn.deadline, self._scope)
+        self._deadlines.add(self._scope, self._turn.deadline)
 
     async def __aexit__(
         self,
@@ -141,14 +182,18 @@ class _Cut:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._host.let_go(self._scope)
+        self._deadlines.discard(self._scope)
         try:
             await self._scope.__aexit__(kind, error, traceback)
         except TimeoutError as cut:
-            raise self._host.too_long(self._turn.entry.tenant) from cut
+            raise self._too_long() from cut
         if self._scope.expired() and (kind is None or issubclass(kind, TimeoutError)):
             # It was cut, and ended in its own way.
-            raise self._host.too_long(self._turn.entry.tenant)
+            raise self._too_long()
+
+    def _too_long(self) -> TurnTooLong:
+        seconds = self._deadlines.longest_turn_seconds
+        return TurnTooLong(f"a turn of {self._turn.entry.tenant} was cut after {seconds:g} s")
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:
@@ -245,9 +290,7 @@ class Host:
         """Hold nothing. A forked child drops its parent's connections without a word to them."""
         self._pid = os.getpid()
         self._services: dict[str, Any] = {}
-        # When what runs is cut, in boot time.
-        self._deadlines: dict[asyncio.Timeout, float] = {}
-        self._watch: asyncio.TimerHandle | None = None
+        self._deadlines = _Deadlines(self._client.clock, self._client.longest_turn_seconds)
         self._cache = RunnerCache(
             self._build,
             self._client.runners,
@@ -545,7 +588,7 @@ class Host:
             with fence.enter(
                 ask.tenant, ask.placement_version, sent_on=ask.sent_on, asks_store=True
             ) as turn:
-                async with _Cut(self, turn):
+                async with _Cut(self._deadlines, turn):
                     if turn.known_only:
                         # Counted in by now: whoever is let in is waited for, if the source
                         # closes between this look and the first write.
@@ -613,39 +656,6 @@ class Host:
             session_id=ask.session_id,
             config=_NoEvents(),
         )
-
-    def cut_at(self, deadline: float, scope: asyncio.Timeout) -> None:
-        """Let `scope` end at boot time `deadline`."""
-        self._deadlines[scope] = deadline
-        if self._watch is None or self._client.longest_turn_seconds < WATCH_SECONDS:
-            self._look_at_deadlines()
-
-    def let_go(self, scope: asyncio.Timeout) -> None:
-        """Forget a scope that has ended."""
-        self._deadlines.pop(scope, None)
-
-    def too_long(self, tenant: str) -> TurnTooLong:
-        """Return what a turn of `tenant` raises that was cut."""
-        seconds = self._client.longest_turn_seconds
-        return TurnTooLong(f"a turn of {tenant} was cut after {seconds:g} s")
-
-    def _look_at_deadlines(self) -> None:
-        """Cut what has run for too long; one timer for all turns costs each of them less."""
-        # asyncio's clock stands still while the machine is suspended, and the control plane's
-        # doesn't: deadlines are on the lease's clock, and looked at often.
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-        loop, now = asyncio.get_running_loop(), self._client.clock.boottime()
-        wait = WATCH_SECONDS
-        for scope, deadline in list(self._deadlines.items()):
-            if deadline <= now:
-                del self._deadlines[scope]
-                scope.reschedule(loop.time())
-            else:
-                wait = min(wait, deadline - now)
-        if self._deadlines:
-            self._watch = loop.call_later(wait, self._look_at_deadlines)
 
     def _service(self, entry: Entry) -> Any:
         self._check_process()
