@@ -410,7 +410,9 @@ def _write(rows: list[RuntimeInstance], changed: Mapping[int, Redivided], now: d
 
 
 def _back(row: RuntimeInstance, until: datetime | None, now: datetime) -> bool:
-    if until == row.grants_until:
+    # Without a document it holds nothing, and where many join, one always reports for the first
+    # time.
+    if until == row.grants_until or not row.grants_number:
         return False
     was = standing(
         grants_until=row.grants_until,

@@ -462,6 +462,27 @@ def test_a_silent_instance_that_comes_back_during_a_round_uses_nothing_that_was_
 
 
 @pytest.mark.django_db(transaction=True, serialized_rollback=True)
+def test_a_newcomer_that_reports_for_the_first_time_during_a_round_undoes_nothing(
+    cast: make.Cast, acme: Tenant, now: datetime
+) -> None:
+    """Of a thousand that join one after another one always does: nobody would be told anything."""
+    one, newcomer = join(cast.cell, now), Instance(cast.cell, boot="boot-2")
+    newcomer.join(now=now)
+    # After the instances were read.
+    for number in range(5, 8):
+        limit(cast.acme, now, max_concurrent_runs=number)
+        with before_the_locks(number, partial(newcomer.says, now=now)) as acted:
+            assert services.divide(cast.cell, now=now) == 1
+        assert acted
+        one.says(now=now)
+        one.says(now=now)
+        assert one.runs() == number
+        tenants_services.leave(newcomer.key, now=now)
+        newcomer = Instance(cast.cell, boot=f"boot-{number}")
+        newcomer.join(now=now)
+
+
+@pytest.mark.django_db(transaction=True, serialized_rollback=True)
 def test_two_rounds_at_once_make_one_set_of_documents(
     cast: make.Cast, acme: Tenant, now: datetime
 ) -> None:
