@@ -173,7 +173,8 @@ class PolicyClient:
         self.runners = RunnerFigures()
         # Replaced as a whole: other threads read it.
         self._companions: tuple[Companion, ...] = ()
-        self._attaching = threading.Lock()
+        # Over the companions and the thread.
+        self._changing = threading.Lock()
         # None: not joined.
         self.instance: str | None = None
         # What the last failed call said; empty after a good round.
@@ -219,12 +220,12 @@ class PolicyClient:
 
     def attach(self, companion: Companion) -> None:
         """Tell `companion` of each round, and be ready only when it is."""
-        with self._attaching:
+        with self._changing:
             self._companions = (*self._companions, companion)
 
     def detach(self, companion: Companion) -> None:
         """Forget a companion; one that was never attached, or twice, changes nothing."""
-        with self._attaching:
+        with self._changing:
             self._companions = tuple(one for one in self._companions if one is not companion)
 
     def report_soon(self) -> None:
@@ -237,11 +238,12 @@ class PolicyClient:
             self._begin_anew()
         if self._left:
             raise RuntimeError("this instance has left; make another client")
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, args=(self._stop,), name="switchyard-policy", daemon=True
-            )
-            self._thread.start()
+        with self._changing:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._stop,), name="switchyard-policy", daemon=True
+                )
+                self._thread.start()
 
     def stop(self, *, timeout_seconds: float = 15.0) -> None:
         """End the background thread. The instance stays joined until its lease runs out."""

@@ -143,6 +143,7 @@ class Placements:
     def _begin_anew(self) -> None:
         self._pid = os.getpid()
         self._reading = threading.Lock()
+        self._starting = threading.Lock()
         self._back_off = BackOff(self._dice)
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -164,11 +165,12 @@ class Placements:
         """Read the feed in a background thread until `stop()`. Does nothing if one runs."""
         if self._pid != os.getpid():
             self._begin_anew()
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, args=(self._stop,), name="switchyard-placement", daemon=True
-            )
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._stop,), name="switchyard-placement", daemon=True
+                )
+                self._thread.start()
 
     def stop(self, *, timeout_seconds: float = 15.0) -> None:
         """End the background thread. What is known stays known."""

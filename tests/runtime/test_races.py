@@ -8,6 +8,7 @@ opens. After a report has said "these grants", no more run at once than were ins
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from agent_runtime import Draining, Host, PolicyClient, TenantThrottled, TierPools
+from agent_runtime import Draining, Host, Placements, PolicyClient, TenantThrottled, TierPools
 from tests.runtime.scripts import Runner, Sessions
 from tests.runtime.wire import Call, ControlPlane, DrivenClock, entry, limits, make_client, share
 
@@ -247,3 +248,28 @@ def test_ten_thousand_turns_in_an_event_loop(judge: Judge, client: PolicyClient,
 
     race(judge, client, work)
     assert cut < INVOCATIONS / 2
+
+
+@pytest.mark.parametrize("what", ["switchyard-policy", "switchyard-placement"])
+def test_who_is_started_by_many_has_one_thread(clock: DrivenClock, what: str) -> None:
+    def begin(one: PolicyClient | Placements) -> None:
+        barrier.wait()
+        one.start()
+
+    switch_seconds = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            plane, barrier = ControlPlane(), threading.Barrier(8)
+            one: PolicyClient | Placements = make_client(plane, clock)
+            if what == "switchyard-placement":
+                one = Placements("http://plane.invalid", "secret-token", transport=plane)
+            threads = [threading.Thread(target=begin, args=(one,)) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert [t.name for t in threading.enumerate()].count(what) == 1
+            one.stop()
+    finally:
+        sys.setswitchinterval(switch_seconds)
