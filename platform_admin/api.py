@@ -33,6 +33,7 @@ from migrations_app.api import restored_router, stores_router
 from migrations_app.api import router as moves_router
 from migrations_app.api_channels import router as channels_router
 from migrations_app.api_rehearsals import router as rehearsals_router
+from migrations_app.api_safety import router as safety_router
 from tenants import queries, services
 from tenants.api import Forbidden, ops_router, placement_router, require, runtime_router
 from tenants.domain.requests import request_id
@@ -231,6 +232,7 @@ api.add_router("/ops/restored", restored_router, auth=operators)
 api.add_router("/ops/stores", stores_router, auth=operators)
 api.add_router("/ops", channels_router, auth=operators)
 api.add_router("/ops", rehearsals_router, auth=operators)
+api.add_router("/ops", safety_router, auth=operators)
 api.add_router("/ops", isolation_router, auth=operators)
 api.add_router("/ops", usage_router, auth=operators)
 api.add_router("/ops", limits_router, auth=operators)

@@ -26,6 +26,7 @@ from durable.errors import Refused
 from migrations_app import services
 from migrations_app.panels import lists
 from migrations_app.panels import overview as moves
+from migrations_app.panels import safety as safety_panel
 from migrations_app.views import live_moves_context, said, tenant_moves_context
 from migrations_app.views_channels import tenant_channels_context
 from migrations_app.views_rehearsals import rehearsals_context
@@ -71,6 +72,7 @@ def _attention(now: Any) -> dict[str, Any]:
     items: list[Attention] = sorted(
         [
             *moves.attention(now=now),
+            *safety_panel.attention(now=now),
             *tenants.attention(now=now),
             *instances_panel.attention(now=now),
             *isolation_panel.attention(),

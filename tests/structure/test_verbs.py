@@ -16,6 +16,7 @@ from migrations_app.api import restored_router, stores_router
 from migrations_app.api import router as moves
 from migrations_app.api_channels import router as channels
 from migrations_app.api_rehearsals import router as rehearsals
+from migrations_app.api_safety import router as safety
 from migrations_app.domain.verbs import WORDS
 from tenants.api import ops_router
 from tenants.domain.roles import Role
@@ -29,6 +30,7 @@ OPERATIONS = {
         stores_router,
         channels,
         rehearsals,
+        safety,
         isolation,
         limits,
         ops_router,
