@@ -296,7 +296,8 @@ class RunnerCache:
             raise
         self._figures.built(time.perf_counter() - began)
         plugins = getattr(getattr(runner, "plugin_manager", None), "plugins", ())
-        kept.plugins = tuple(one for one in plugins if hasattr(one, "forget"))
+        # By a word of our own: somebody else's plugin may well have something to forget.
+        kept.plugins = tuple(one for one in plugins if getattr(one, "counts_runs", False) is True)
         kept.runner = runner
         if kept.evicted and not kept.users:
             self._close(kept)  # Evicted while it was built, and everybody has gone.

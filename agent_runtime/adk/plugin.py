@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from google.adk.agents.callback_context import CallbackContext
 from google.adk.agents.invocation_context import InvocationContext
@@ -97,6 +97,9 @@ class TenantPolicyPlugin(BasePlugin):
     Raises in a run, for the Host to hand on: TenantThrottled (quota) and BreakerOpen. google-adk
     wraps them in a RuntimeError; they are its cause.
     """
+
+    # The Host leaves the usage to it, and has each run forgotten.
+    counts_runs: ClassVar[bool] = True
 
     def __init__(
         self,

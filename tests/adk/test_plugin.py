@@ -520,7 +520,10 @@ async def test_a_host_without_the_plugin_counts_by_itself(
     tenant: Tenant, host_of: Callable[..., Host]
 ) -> None:
     class Other(BasePlugin):
-        """Somebody's."""
+        """Somebody's, with a word of its own for something else."""
+
+        def forget(self, user_id: str) -> None:
+            raise AssertionError
 
     await turn(host_of(lambda: agent(model(calls("look"), said())), [Other(name="other")]))
     assert tenant.used()["tokens"] == 2 * TOKENS
