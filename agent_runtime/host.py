@@ -535,10 +535,10 @@ class Host:
         """Build the Runners of the most active tenants, as many as the time allows."""
         try:
             async with asyncio.timeout(PREWARM_SECONDS):
-                for tenant in policy.prewarm[: self._max_runners]:
-                    entry = policy.entries.get(tenant)
-                    if entry is not None and self._is_warmed_here(entry):
-                        await self._warm_one(entry)
+                named = (policy.entries.get(tenant) for tenant in policy.prewarm)
+                mine = [entry for entry in named if entry and self._is_warmed_here(entry)]
+                for entry in mine[: self._max_runners]:
+                    await self._warm_one(entry)
         except TimeoutError:
             log.warning("not all Runners were built ahead within %s s", PREWARM_SECONDS)
         finally:

@@ -407,7 +407,8 @@ async def test_the_most_active_are_built_ahead_each_in_its_own_thread(
     plane: ControlPlane, clock: DrivenClock, factory: Factory
 ) -> None:
     plane.publish(entry("acme"), entry("bolt"), entry("big", tier="bridge"))
-    plane.publish_cell(prewarm=["big", "acme"])
+    # More before it than its own pool keeps Runners.
+    plane.publish_cell(prewarm=["acme", "bolt", "big"])
     client = make_client(plane, clock)
     pools = TierPools(client, {"pg-eu": Sessions}, factory)
     client.tick()
@@ -417,10 +418,11 @@ async def test_the_most_active_are_built_ahead_each_in_its_own_thread(
         runner.entry.tenant: thread
         for runner, thread in zip(factory.built, factory.threads, strict=True)
     }
-    assert built == {"acme": "switchyard-pool-pooled", "big": "switchyard-pool-big"}
+    shared = "switchyard-pool-pooled"
+    assert built == {"acme": shared, "bolt": shared, "big": "switchyard-pool-big"}
     client.tick()
     assert plane.reports[-1]["ready"]
-    assert plane.reports[-1]["runners"]["size"] == 2
+    assert plane.reports[-1]["runners"]["size"] == 3
     await pools.close()
     client.tick()
     assert plane.reports[-1]["runners"]["size"] == plane.reports[-1]["runners"]["limit"] == 0
