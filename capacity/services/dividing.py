@@ -150,7 +150,7 @@ def _divide(cells: tuple[int, ...], now: datetime) -> int:
         return 0
     if not any(limited.values()) and not any(row.grants_number for row in rows):
         return 0
-    members = _members(rows, now)
+    members = _members(cells, rows, now)
     demand = _demand(rows)
     quiet = not demand and not any(row.in_flight for row in rows)
     # A budget begins anew at some tenant's midnight, which is at a quarter of an hour anywhere.
@@ -234,9 +234,10 @@ _COLUMNS = (
 )
 
 
-def _members(rows: list[RuntimeInstance], now: datetime) -> list[tuple[Member, int]]:
+def _members(
+    cells: Collection[int], rows: list[RuntimeInstance], now: datetime
+) -> list[tuple[Member, int]]:
     """Return every instance whose shares count, without its documents, and their number."""
-    cells = {row.cell_id for row in rows}
     # Those that ended and may still run turns. One that joined anew speaks for them from its first
     # report on.
     ended = RuntimeInstance.objects.filter(

@@ -338,6 +338,29 @@ def test_turns_of_a_process_that_joined_anew_count_until_its_new_id_reports_them
 
 
 @pytest.mark.django_db
+def test_turns_of_the_last_instance_of_a_side_count_though_it_was_declared_dead(
+    cast: make.Cast, acme: Tenant, now: datetime
+) -> None:
+    one, two = join(cast.cell, now), join(cast.other_cell, now, "boot-2")
+    tenants_services.publish(acme, cast.cell, accepts="existing")
+    tenants_services.split(
+        acme, cell=cast.other_cell, store=cast.other_store, by="m", reason="", now=now
+    )
+    now = rounds(cast.cell, one, two, now=now)
+    assert (one.runs(), two.runs()) == (5, 5)
+    now += 40 * SECOND
+    tenants_services.declare_dead(two.row, now=now, **WHY)
+    one.says(now=now)
+    now = rounds(cast.cell, one, now=now)
+    assert one.runs() == 5
+    # As long as a turn takes there.
+    now += 66 * SECOND
+    one.says(now=now)
+    rounds(cast.cell, one, now=now)
+    assert one.runs() == 10
+
+
+@pytest.mark.django_db
 def test_an_instance_that_never_reported_holds_nothing_and_is_given_nothing(
     cast: make.Cast, acme: Tenant, now: datetime
 ) -> None:
