@@ -28,7 +28,7 @@ from agent_runtime.errors import (
     UnknownStore,
 )
 from agent_runtime.fence import DRAIN_RETRY_SECONDS, SOON_SECONDS, Turn
-from agent_runtime.policy import ACCEPTS_MOVED, ACCEPTS_NEW, Entry, Policy
+from agent_runtime.policy import ACCEPTS_NEW, Entry, Policy
 from agent_runtime.runners import IDLE_SECONDS, MAX_RUNNERS, Factory, Kept, RunnerCache
 from agent_runtime.usage import tokens_of
 
@@ -535,8 +535,7 @@ class Host:
         """Build the Runners of the most active tenants, as many as the time allows."""
         try:
             async with asyncio.timeout(PREWARM_SECONDS):
-                named = (policy.entries.get(tenant) for tenant in policy.prewarm)
-                mine = [entry for entry in named if entry and self._is_warmed_here(entry)]
+                mine = [entry for entry in policy.prewarm if self._prewarms(entry)]
                 for entry in mine[: self._max_runners]:
                     await self._warm_one(entry)
         except TimeoutError:
@@ -544,10 +543,6 @@ class Host:
         finally:
             self._warmed = True
             self._client.report_soon()
-
-    def _is_warmed_here(self, entry: Entry) -> bool:
-        lives_here = entry.accepts != ACCEPTS_MOVED and not entry.home_cell
-        return lives_here and self._prewarms(entry)
 
     async def _warm_one(self, entry: Entry) -> None:
         try:

@@ -155,10 +155,14 @@ class Policy:
     cell: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def prewarm(self) -> tuple[str, ...]:
-        """The tenants whose Runners are built before this process is ready, most active first."""
+    def prewarm(self) -> list[Entry]:
+        """The tenants whose Runners are built before this process is ready, most active first.
+
+        The cell names them; whoever has moved, or is yet to come, is left out.
+        """
         named = self.cell.get("prewarm")
-        return tuple(map(str, named)) if isinstance(named, list) else ()
+        entries = (self.entries.get(str(one)) for one in named) if isinstance(named, list) else ()
+        return [e for e in entries if e and e.accepts != ACCEPTS_MOVED and not e.home_cell]
 
     def after(self, answer: Mapping[str, Any]) -> Policy:
         """Return this policy with a delta's entries laid over it."""

@@ -19,7 +19,7 @@ from agent_runtime.client import PolicyClient
 from agent_runtime.errors import NoPool, NotReady
 from agent_runtime.fence import SOON_SECONDS
 from agent_runtime.host import Host
-from agent_runtime.policy import ACCEPTS_MOVED, Entry, Policy
+from agent_runtime.policy import Entry
 from agent_runtime.runners import IDLE_SECONDS, Factory
 
 log = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ class TierPools:
                 return
             if policy is not None and not self._begun:
                 self._begun = True
-                for name in map(_pool_name, _prewarmed(policy)):
+                for name in map(_pool_name, policy.prewarm):
                     if name not in self._pools and len(self._pools) < self._limit:
                         self._pools[name] = self._start(name)
             for name, pool in list(self._pools.items()):
@@ -392,8 +392,3 @@ def _closed() -> NotReady:
 
 def _pool_name(entry: Entry) -> str:
     return "" if entry.tier == POOLED else entry.tenant
-
-
-def _prewarmed(policy: Policy) -> list[Entry]:
-    entries = (policy.entries.get(tenant) for tenant in policy.prewarm)
-    return [one for one in entries if one and one.accepts != ACCEPTS_MOVED and not one.home_cell]
