@@ -205,7 +205,7 @@ class RunnerCache:
         # asyncio keeps only weak references to tasks.
         self._building: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
-        # What was looked through last for Runners that nobody may use any more.
+        # By which all that is kept was looked through for what nobody may use any more.
         self._policy: Policy | None = None
         figures.opened(limit, idle_seconds)
 
@@ -275,6 +275,8 @@ class RunnerCache:
 
     def _add(self, key: Key) -> Kept:
         kept = self._kept[key] = Kept(key, self._clock.boottime())
+        # A turn that entered before a secret was rotated may come for its Runner after that.
+        self._policy = None
         self._figures.kept(1)
         if len(self._kept) > self._limit:
             # The longest unused. One on which a turn runs only if there is no other: it would

@@ -374,6 +374,20 @@ async def test_a_host_that_is_closed_or_gone_with_its_loop_keeps_nobody_waiting(
     assert cold.ready
 
 
+async def test_one_of_an_old_secret_that_a_late_turn_had_built_is_closed_too(
+    make_cache: MakeCache, factory: Factory, plane: ControlPlane, client: PolicyClient
+) -> None:
+    """It had entered before the secret was rotated, and came for its Runner after that."""
+    cache = make_cache(factory)
+    plane.publish(entry("acme", runner_generation=2))
+    client.tick()
+    cache.sweep(client.policy)
+    await use(cache, "acme", runner_generation=1)
+    await use(cache, "acme", runner_generation=2)
+    cache.sweep(client.policy)
+    await until(lambda: [one.closed for one in factory.built] == [1, 0])
+
+
 # --- closing ----------------------------------------------------------------------------------
 
 
