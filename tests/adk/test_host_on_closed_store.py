@@ -153,3 +153,4 @@ async def test_a_turn_that_its_store_refused_counts_as_refused_demand(
         await turn(host)
     client.tick()
     assert plane.usage[-1]["refused"] == {"draining": 1}
+    assert plane.usage[-1]["turns"] == 0
