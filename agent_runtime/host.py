@@ -437,10 +437,15 @@ class Host:
         while running := self._turns | self._writes:
             await asyncio.wait(running)
         await self._cache.close()
-        for service in self._services.values():
+        for key, service in self._services.items():
             close = getattr(service, "close", None)
-            if close is not None:
+            if close is None:
+                continue
+            try:
                 await close()
+            except Exception as error:
+                # By its class: what a driver says may quote an address, and a password in it.
+                log.warning("closing store %s failed: %s", key, type(error).__name__)
         self._services.clear()
 
     async def _turn(self, events: _Handover, ask: _Ask, turn_id: str | None, **run: Any) -> None:

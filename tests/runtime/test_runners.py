@@ -6,6 +6,7 @@ import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -436,6 +437,31 @@ async def test_closing_a_host_waits_for_a_session_that_is_being_made(
     assert (await making).id == "s9"
     await closing
     assert done == ["made", "closed"]
+
+
+async def test_a_service_that_fails_to_close_keeps_no_other_open(
+    plane: ControlPlane, client: PolicyClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+
+    class Store(Sessions):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def close(self) -> None:
+            closed.append(self.name)
+            raise RuntimeError("secret-of-a-connection")
+
+    stores = {name: partial(Store, name) for name in ("pg-eu", "other")}
+    host = Host(client, stores, Factory())
+    plane.publish(entry("bolt", store={"key": "other", "kind": "adk-sql"}))
+    client.tick()
+    for tenant in ("acme", "bolt"):
+        await host.create_session(tenant, "u")
+    await host.close()
+    assert closed == ["pg-eu", "other"]
+    assert "closing store other failed: RuntimeError" in caplog.text
+    assert "secret-of-a-connection" not in caplog.text
 
 
 # --- figures ----------------------------------------------------------------------------------
