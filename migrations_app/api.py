@@ -82,7 +82,7 @@ class MoveOut(Schema):
     id: int
     label: str
     tenant: str
-    # fence or split.
+    # fence, split, or cell: only the cell changes, so nothing is copied and no store is closed.
     mode: str
     phase: str
     # What it waits for, and what the last failing step said; "" where nothing.
@@ -172,7 +172,9 @@ class PlanIn(OpsIn):
     tenant: Slug
     target_cell: Slug
     target_store: Slug
-    # By a fence for all at once, or split: new sessions begin on the target, in another cell.
+    # By a fence for all at once, or split: new sessions begin on the target, in another cell. With
+    # the store that the tenant has it is cell, whether asked for or not: nothing is copied, so pace
+    # and offboarding play no part, and a split or a flip by hand is refused.
     mode: Mode = Mode.FENCE
     # Of a split: the source is idle when no session has changed for so long, and its sessions are
     # waited for so long at most (seconds).
@@ -215,7 +217,8 @@ class DryRunOut(Schema):
     refusals: list[str]
     lines: list[ToldOut]
     ways_back: list[ToldOut]
-    # Sessions per second, and where the figure of an unhindered copy comes from.
+    # Sessions per second, and where the figure of an unhindered copy comes from. Null and empty
+    # where only the cell would change.
     per_second: float | None
     measured: str
     # When the first pass would be through, and how much later than chosen that is (seconds).
@@ -278,7 +281,7 @@ class RollbackOut(Schema):
     move: MoveOut
     # The fence on the target.
     quote: QuoteOut
-    # Sessions that would be carried back, as a forecast.
+    # Sessions that would be carried back, as a forecast; none where only the cell changes.
     to_carry: int
     # Of the soak, in seconds; 0: it is over.
     soak_left: float
@@ -578,7 +581,7 @@ def rollback(request: HttpRequest, pk: int, body: RollbackIn) -> dict[str, Any]:
         "dry_run": body.dry_run,
         "quote": _quote_out(row, found, back=queries.goes_back(row))
         | {"budget": body.budget_seconds or row.budget_seconds},
-        "to_carry": queries.to_carry(row),
+        "to_carry": queries.to_copy(row),
         "soak_left": max(left, 0.0),
     }
     details = {"budget_seconds": body.budget_seconds, "dry_run": body.dry_run}

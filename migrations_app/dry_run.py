@@ -20,6 +20,7 @@ from migrations_app.preflight import ARTIFACTS, MEMORY, Preflight, preflight
 from migrations_app.services import (
     InvalidOption,
     SamePlace,
+    check_copies,
     check_idle,
     check_pace,
     check_pause,
@@ -52,11 +53,13 @@ class DryRun:
     # At what rate it copies, and where that figure comes from.
     per_second: float | None = None
     measured: str = ""
-    # When the first pass would be through. NULL: it would not start.
+    # When the first pass would be through. NULL: it would not start, or copies nothing.
     through_at: datetime | None = None
     # How much later than a chosen finish time that is; 0 where it is kept, or none was chosen.
     late_seconds: float = 0.0
     fence: Quote | None = None
+    # Whether only the cell would change: nothing is copied, so nothing above has a rate or an end.
+    of_cell: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ def dry_run(
     except SamePlace as refusal:
         return DryRun(None, (str(refusal),))
     check_pause(move.pause_before, Mode(move.mode))
+    check_copies(Mode(move.mode), flip_by_hand=move.flip_by_hand)
     found = preflight(
         tenant,
         source_cell=home.cell,
@@ -186,12 +190,20 @@ def dry_run(
         refusals=tuple(refusals),
         lines=tuple(Line(phase.upper(), text) for phase, text in _narrated(plan)),
         ways_back=tuple(_ways_back(plan)),
-        per_second=plan.per_second,
-        measured=plan.rates.words,
-        through_at=plan.through_at,
-        late_seconds=plan.late_seconds,
         fence=plan.fence,
+        of_cell=plan.of_cell,
+        **({} if plan.of_cell else _copy_of(plan)),
     )
+
+
+def _copy_of(plan: _Plan) -> dict[str, Any]:
+    """Return what is told of the copy alone."""
+    return {
+        "per_second": plan.per_second,
+        "measured": plan.rates.words,
+        "through_at": plan.through_at,
+        "late_seconds": plan.late_seconds,
+    }
 
 
 def _planned(

@@ -119,11 +119,7 @@ def start(
         )
     mode = mode_of(placement, target_cell, target_store, mode)
     check_pause(pause_before, mode)
-    if mode == Mode.CELL and (rehearsal or flip_by_hand):
-        raise InvalidOption(
-            f"Only the cell of {tenant} changes, so nothing is copied or compared: there is nothing"
-            " to rehearse, and nothing to look at before the flip."
-        )
+    check_copies(mode, rehearsal=rehearsal, flip_by_hand=flip_by_hand)
     found = preflight(
         tenant,
         source_store=placement.store,
@@ -188,6 +184,15 @@ def start(
         # Two people, or one who clicked twice: the constraint let one through.
         raise AlreadyMigrating(f"{tenant} is moving already. Open its move instead.") from error
     return move
+
+
+def check_copies(mode: Mode, *, rehearsal: bool = False, flip_by_hand: bool = False) -> None:
+    """Raise InvalidOption for what makes no sense where nothing is copied."""
+    if mode == Mode.CELL and (rehearsal or flip_by_hand):
+        raise InvalidOption(
+            "Only the cell changes, so nothing is copied or compared: there is nothing to rehearse,"
+            " and nothing to look at before the flip."
+        )
 
 
 def mode_of(placement: Placement, cell: Cell, store: Store, wanted: Mode) -> Mode:
@@ -326,9 +331,8 @@ def close_fence(
                 f"{row} is still on its first pass: the fence would be as long as the copy."
             )
         if row.drain_requested_at:
-            raise NotNow(
-                f"{row.drain_requested_by} asked for it already; it waits for the last pass."
-            )
+            when = "closes once it may" if row.mode == Mode.CELL else "waits for the last pass"
+            raise NotNow(f"{row.drain_requested_by} asked for it already; it {when}.")
         if queries.open_mismatches(row):
             raise NotNow(f"{row} has open mismatches: repair them first, or the fence would wait.")
         row.drain_requested_at, row.drain_requested_by = now, by
@@ -631,6 +635,8 @@ def confirm_offboard(
             raise NotNow(f"{row} is in {row.phase.upper()}: deleting is confirmed in SOAK.")
         if row.rehearsal:
             raise NotNow(f"{row} is a rehearsal: it goes back, and nothing is deleted.")
+        if row.mode == Mode.CELL:
+            raise NotNow(f"{row} copied nothing, so there is nothing to delete.")
         if typed != row.tenant.slug:
             raise NotTyped(f'Type "{row.tenant.slug}" to delete its copy on {row.source_store}.')
         if row.rollback_requested_at:

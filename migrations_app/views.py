@@ -40,6 +40,7 @@ from migrations_app.panels import head as head_panel
 from migrations_app.panels import mismatches as mismatch_panel
 from migrations_app.panels import progress as progress_panel
 from migrations_app.panels import split as split_panel
+from migrations_app.panels.dialog import Dialog
 from migrations_app.panels.lists import MovesFilter
 from migrations_app.panels.mismatches import MismatchFilter
 from migrations_app.panels.seen import Seen
@@ -59,7 +60,9 @@ Read = Callable[[Seen, datetime], Any]
 
 def _fence(seen: Seen, now: datetime) -> fence_panel.FencePanel | None:
     # Before anything was counted or timed a quote would be a guess.
-    ahead = seen.phase == Phase.BACKFILL and seen.move.passes > 0 and not seen.aborting
+    copies = seen.phase == Phase.BACKFILL and seen.move.passes > 0
+    # Of the cell alone there is nothing to count.
+    ahead = (copies or (seen.of_cell and seen.phase == Phase.PREPARE)) and not seen.aborting
     closing = seen.phase == Phase.REVERSE_DRAIN and seen.move.fence_closed_at is None
     asked = ahead or closing or seen.phase == Phase.SOAK or seen.both_serve
     quote = queries.fence_quote(seen.move, now=now) if asked else None
@@ -82,6 +85,10 @@ PANELS: dict[str, Read] = {
     "log": lambda seen, now: rows.log(seen),
     "samples": lambda seen, now: rows.sample_rows(seen),
 }
+
+
+# Without meaning where nothing is copied.
+OF_A_COPY = frozenset({"split", "channels", "artifacts", "mismatches", "samples"})
 
 
 def _version(seen: Seen, panel: Any) -> str:
@@ -117,7 +124,8 @@ def _panel(request: HttpRequest, pk: int, name: str, **more: Any) -> HttpRespons
 
 def _page(request: HttpRequest, seen: Seen, *, refused: str = "") -> HttpResponse:
     now = database_now()
-    found = {name: _read(request, name, seen, now) for name in PANELS}
+    names = [name for name in PANELS if not (seen.of_cell and name in OF_A_COPY)]
+    found = {name: _read(request, name, seen, now) for name in names}
     context = {
         "now": now,
         "seen": seen,
@@ -287,7 +295,7 @@ def _ask(request: HttpRequest, pk: int, verb: str, call: Callable[..., Any]) -> 
 def show_dialog(
     request: HttpRequest,
     seen: Seen,
-    dialog: dialogs.Dialog,
+    dialog: Dialog,
     refused: str,
     now: datetime,
     rows: Sequence[int] = (),

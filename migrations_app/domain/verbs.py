@@ -38,3 +38,12 @@ def words(verb: str, phase: str, mode: str) -> str:
         return "Stop rollback"
     told = IN_SPLIT if phase == Phase.SPLIT else BEFORE_SPLIT if mode == Mode.SPLIT else {}
     return told.get(verb, WORDS[verb])
+
+
+def where(mode: str, cell: object, store: object) -> str:
+    """Return one side of a move as people say it: its cell, where only that changes.
+
+    >>> where("cell", "cell-b", "store-a"), where("fence", "cell-b", "store-a")
+    ('in cell-b', 'on store-a')
+    """
+    return f"in {cell}" if mode == Mode.CELL else f"on {store}"

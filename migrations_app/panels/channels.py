@@ -9,7 +9,7 @@ from migrations_app import queries
 from migrations_app.domain.channels import ChannelState, Step, StepBy
 from migrations_app.domain.phases import Phase
 from migrations_app.models import MoveChannel, SideChannel
-from migrations_app.panels.dialogs import Dialog
+from migrations_app.panels.dialog import Dialog
 from migrations_app.panels.seen import Seen
 from tenants.domain.words import Status, clock, counted, percent, rate
 

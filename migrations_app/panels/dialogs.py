@@ -4,42 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
 from migrations_app import queries
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Phase
-from migrations_app.domain.quote import Quote
 from migrations_app.models import Mismatch, TenantMigration
+from migrations_app.panels import of_cell
+from migrations_app.panels.dialog import Dialog, estimate, refused
 from migrations_app.panels.seen import Seen
-from tenants import panels as tenants_panels
-from tenants.domain.words import clock, counted, duration, elapsed, limit, rate
-from tenants.models import Cell
-
-
-@dataclass(frozen=True)
-class Dialog:
-    """A question with its consequences; the confirm button repeats the act and its object."""
-
-    verb: str
-    title: str
-    lines: tuple[tuple[str, str], ...]
-    confirm: str
-    # The safe button names what goes on.
-    safe: str
-    danger: bool = False
-    # Asks for seconds (hold), for the tenant's name to be typed (offboard), for a budget
-    # (rollback) or for a pace.
-    asks: str = ""
-    # What the field holds before anything was typed.
-    proposes: str = ""
-    # What has to be settled first; then the act can't be confirmed.
-    blocked: str = ""
+from tenants.domain.words import clock, counted, elapsed, limit, rate
 
 
 def dialog(seen: Seen, verb: str, *, now: datetime) -> Dialog:
     """Return the dialog of an act."""
+    if seen.of_cell:
+        return of_cell.dialog(seen, verb, now=now)
     build = {
         "abort": _abort_dialog,
         "pause": _pause_dialog,
@@ -104,11 +84,11 @@ def _leave_split_dialog(seen: Seen, now: datetime) -> Dialog:
     happens = (
         f"{born} born on {target} since the split are carried back to {source}: a fence closes"
     )
-    happens += f" on {target}, {_refused(move, move.target_cell, now)} {source} goes on serving its"
+    happens += f" on {target}, {refused(move, move.target_cell, now)} {source} goes on serving its"
     happens += f" own. Then all of {tenant} is served on {source}."
     if seen.fenced:
         happens = f"The fence on {source} opens first, within one poll (250ms). Then: {happens}"
-    lines = [("Happens now", happens), ("Estimated fence", _estimate(quote))]
+    lines = [("Happens now", happens), ("Estimated fence", estimate(quote))]
     if quote.worst > move.budget_seconds:
         over = f"That is over the budget of {limit(move.budget_seconds)}: the fence would not close"
         lines.append(("First", f"{over} before it fits. Both sides serve meanwhile."))
@@ -196,26 +176,6 @@ def _gives_up(seen: Seen) -> str:
     return f"The move then aborts by itself and reopens on {move.source_store}."
 
 
-def _refused(move: TenantMigration, cell: Cell, now: datetime) -> str:
-    """Say who will refuse new turns once the fence closes in a cell, and what goes on."""
-    lines = tenants_panels.instance_lines(cell, tenant=move.tenant, version=None, now=now)
-    alive = [line for line in lines if line.state in ("alive", "silent", "joining")]
-    flying = sum(line.in_flight for line in alive)
-    text = (
-        f"new turns of {move.tenant} get retry-after on all {counted(len(alive), 'instance')} of"
-        f" {cell}."
-    )
-    if flying == 1:
-        return f"{text} The one turn in flight goes on."
-    return f"{text} The {flying:,} turns in flight go on." if flying else text
-
-
-def _estimate(quote: Quote) -> str:
-    """Spell a quote with its arithmetic."""
-    parts = ", ".join(f"{part.name} {duration(part.expected)}" for part in quote.parts)
-    return f"{duration(quote.expected)}, at worst {duration(quote.worst)}: {parts}."
-
-
 def _wait_dialog(seen: Seen, now: datetime) -> Dialog:
     move = seen.move
     quiet = "A session there has just changed."
@@ -223,7 +183,7 @@ def _wait_dialog(seen: Seen, now: datetime) -> Dialog:
         so_far = elapsed((now - move.quiet_since).total_seconds())
         quiet = f"None has changed there for {so_far}, of {limit(move.idle_seconds)} wanted."
     happens = f"Once its quote fits, the fence closes on {move.source_store}:"
-    happens += f" {_refused(move, move.source_cell, now)} {move.target_store} goes on serving what"
+    happens += f" {refused(move, move.source_cell, now)} {move.target_store} goes on serving what"
     happens += " was born there."
     return Dialog(
         "close_fence",
@@ -231,7 +191,7 @@ def _wait_dialog(seen: Seen, now: datetime) -> Dialog:
         (
             ("Happens now", happens),
             ("So far", quiet),
-            ("Estimated fence", _estimate(queries.fence_quote(move, now=now))),
+            ("Estimated fence", estimate(queries.fence_quote(move, now=now))),
             (
                 "Stops itself",
                 f"Past its budget of {limit(move.budget_seconds)} {move.source_store} opens again,"
@@ -267,7 +227,7 @@ def _split_dialog(seen: Seen, now: datetime) -> Dialog:
                 f" {limit(move.idle_seconds)}, {limit(move.idle_bound_seconds)} at most. Then a"
                 " fence closes for them alone.",
             ),
-            ("Estimated fence", _estimate(queries.fence_quote(move, now=now))),
+            ("Estimated fence", estimate(queries.fence_quote(move, now=now))),
             ("Kept", f"Every session on {move.source_store}, served there until that fence."),
             ("Thrown away", "Nothing. From then on a delete waits for TARGET."),
             (
@@ -287,17 +247,17 @@ def _drain_dialog(seen: Seen, now: datetime) -> Dialog:
     if seen.split:
         return _split_dialog(seen, now)
     move = seen.move
-    refused = _refused(move, move.source_cell, now)
-    happens = f"One more pass, if the last is not fresh. Then {refused}"
+    who = refused(move, move.source_cell, now)
+    happens = f"One more pass, if the last is not fresh. Then {who}"
     if move.fence_not_before is not None and move.fence_not_before > now:
         happens += f" Not before {clock(move.fence_not_before, now)}, as this move was started."
-    estimate = _estimate(queries.fence_quote(move, now=now))
+    takes = estimate(queries.fence_quote(move, now=now))
     return Dialog(
         "close_fence",
         "Close the fence and start the drain?",
         (
             ("Happens now", happens),
-            ("Estimated fence", estimate),
+            ("Estimated fence", takes),
             (
                 "Stops itself",
                 f"If turns are still in flight {limit(move.drain_bound_seconds)} after closing, or"
@@ -379,11 +339,11 @@ def _rollback_dialog(seen: Seen, now: datetime) -> Dialog:
     lines = (
         (
             "Happens now",
-            f"The fence closes on {target}: {_refused(move, move.target_cell, now)} What was"
+            f"The fence closes on {target}: {refused(move, move.target_cell, now)} What was"
             f" touched since the cutover is carried back, deletes too; every session is compared."
             f" Then {tenant} is served on {source}, in {move.source_cell}.",
         ),
-        ("Estimated fence", _estimate(quote)),
+        ("Estimated fence", estimate(quote)),
         ("Touched", touched),
         ("Soak left", left),
         (

@@ -78,6 +78,8 @@ class FencePanel:
     past: tuple[PastFence, ...]
     # What the first pass's sample was copied at; "" until it is whole, and once it has closed.
     sample: str = ""
+    # What its proof rests on, where no store is closed behind it; "" elsewhere.
+    proof: str = ""
 
     @property
     def fits(self) -> bool:
@@ -122,17 +124,33 @@ def _past(seen: Seen) -> tuple[PastFence, ...]:
         )
         # A split may leave its forward fence and close it again; rows say which way each went.
         back = entry.get("back", index > 0)
-        home = seen.move.target_store if back else seen.move.source_store
+        home = seen.at_target if back else seen.at_source
         actual = (opened - closed).total_seconds() if closed and opened else None
-        name = f"Closed on {home}"
+        name = f"Closed {home}"
         found.append(PastFence(name, closed, entry["quote"].get("expected"), actual))
     return tuple(found)
 
 
 def _title(seen: Seen) -> str:
     if seen.fence_goes_back or (seen.both_serve and seen.rollback_waits):
-        return f"Fence on {seen.move.target_store}"
-    return f"Fence on {seen.move.source_store}" if seen.split else "Fence"
+        return f"Fence {seen.at_target}"
+    return f"Fence {seen.at_source}" if seen.split or seen.of_cell else "Fence"
+
+
+# The parts of a fence behind which nothing is copied or compared.
+OF_CELL_PARTS = ("drain", "publish")
+
+
+def _proof(seen: Seen) -> str:
+    """Return what a fence is proven by that closes no store."""
+    if not seen.of_cell:
+        return ""
+    move, cell = seen.move, seen.fence_cell
+    return (
+        f"{move.source_store} is not closed: agents of both cells write it. That {cell} has stopped"
+        f" is shown by the word of its instances alone, and of one that is silent by the end of its"
+        " lease and its longest turn."
+    )
 
 
 def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
@@ -140,10 +158,11 @@ def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
     lines = tuple(
         FenceLine(part.name.capitalize(), _whole(part.detail), part.expected, part.worst, None)
         for part in quote.parts
+        if not seen.of_cell or part.name in OF_CELL_PARTS
     )
     if quote.worst <= move.budget_seconds:
         status = Status("ready", "Fits its budget")
-    elif move.pass_ended_at is None:
+    elif move.pass_ended_at is None and not seen.of_cell:
         # Whatever is not copied yet counts as changed: no cause for alarm in a first pass.
         status = Status("waiting", "First pass runs")
     else:
@@ -171,6 +190,7 @@ def _fence_open(seen: Seen, quote: Quote, now: datetime) -> FencePanel:
         back=None,
         past=_past(seen),
         sample=_sample(seen),
+        proof=_proof(seen),
     )
 
 
@@ -193,6 +213,8 @@ def _closes(seen: Seen, now: datetime) -> str:
         return f"now, asked for by {move.rollback_requested_by}"
     if seen.split:
         return _closes_split(seen, now)
+    if move.drain_requested_at is not None and seen.of_cell:
+        return f"as soon as it may, asked for by {move.drain_requested_by}"
     if move.drain_requested_at is not None:
         return f"after the running pass, asked for by {move.drain_requested_by}"
     when = "when it fits its budget" if move.automatic else "when an operator starts the drain"
@@ -222,6 +244,8 @@ def _fence_closed(seen: Seen, quote: Quote | None, now: datetime) -> FencePanel:
     parts = move.quote.get("parts", [])
     lines = []
     for key, name in PART_NAMES.items():
+        if seen.of_cell and key not in OF_CELL_PARTS:
+            continue
         phase = PART_PHASE[key][seen.fence_goes_back]
         mine = [part for part in parts if phase in PART_PHASE.get(part["name"], ())]
         at, left = times.get(phase, (None, None))
@@ -266,6 +290,7 @@ def _fence_closed(seen: Seen, quote: Quote | None, now: datetime) -> FencePanel:
         loud=_loud(seen, seconds, now),
         back=quote if seen.phase == Phase.SOAK and not seen.opening_again else None,
         past=_past(seen),
+        proof=_proof(seen),
     )
 
 
@@ -278,7 +303,7 @@ def _loud(seen: Seen, seconds: float | None, now: datetime) -> str:
     if seconds is None or not (seen.waits_for_flip or seconds < NEAR_SECONDS):
         return ""
     at = clock(seen.move.deadline_at, now)
-    home = f"reopens on {seen.opens} by itself at {at}, in {elapsed(seconds)}"
+    home = f"reopens {seen.at_opens} by itself at {at}, in {elapsed(seconds)}"
     if seen.waits_for_flip:
         return f"All is equal. Flip it to the target, or it {home}."
     return f"It {home}."
@@ -325,16 +350,20 @@ def instances(seen: Seen, *, now: datetime) -> Instances:
         note = f"{acked} of {len(alive)} acknowledged, {in_flight}"
     else:
         note = f"{len(alive)} alive, {in_flight}"
-    return Instances(cell, tuple(lines), note, _missing(lines, version, now), version)
+    return Instances(cell, tuple(lines), note, _missing(seen, lines, version, now), version)
 
 
-def _missing(lines: Sequence[InstanceLine], version: int | None, now: datetime) -> str:
+def _missing(seen: Seen, lines: Sequence[InstanceLine], version: int | None, now: datetime) -> str:
     """Return who keeps the fence from closing, or would, with their last word."""
     said = []
+    over = "nothing more can be written from there"
+    if seen.of_cell:
+        # The store is open to it: what it may do is all that is known.
+        over = "it may write nothing more, though the open store would take it"
     if lapsed := [line.name for line in lines if line.state == "lapsed"]:
         said.append(
-            f"{', '.join(lapsed)}: lease and longest turn are over; nothing more can be written"
-            " from there, so the fence does not wait for it."
+            f"{', '.join(lapsed)}: lease and longest turn are over; {over}, so the fence does not"
+            " wait for it."
         )
     for line in lines:
         if line.state == "missing" and version is not None:

@@ -77,16 +77,20 @@ def _actions(seen: Seen, now: datetime) -> Iterable[Action]:
     move, phase = seen.move, seen.phase
     if seen.ended:
         return
+    if phase == Phase.REOPEN and seen.of_cell:
+        # Nothing to clean, so nothing to leave behind.
+        return
     if phase == Phase.REOPEN:
         stuck = queries.stuck_at_cleaning(move) and move.leave_requested_at is None
         why = "" if stuck else "The abort cleans the target by itself."
         yield _action("leave_behind", seen, stuck, danger=True, why=why)
         return
-    if phase in (Phase.SOAK, Phase.OFFBOARD) and queries.stuck_at_cleaning(move):
+    if phase == Phase.SOAK and seen.of_cell:
+        pass
+    elif phase in (Phase.SOAK, Phase.OFFBOARD) and queries.stuck_at_cleaning(move):
         yield _action("leave_behind", seen, not move.leave_requested_at, danger=True)
     elif phase in (Phase.SOAK, Phase.OFFBOARD):
-        if not seen.of_cell:
-            yield _offboard_action(seen, now)
+        yield _offboard_action(seen, now)
     elif not seen.going_back:
         yield _drain_action(seen, now)
         if phase in (Phase.PREPARE, Phase.BACKFILL, Phase.SPLIT) and not seen.of_cell:
@@ -129,7 +133,7 @@ def _abort_action(seen: Seen) -> Iterable[Action]:
         yield _action("abort", seen, not asked, danger=not seen.going_back, why=why)
     elif seen.going_back:
         why = f"The rollback can't be stopped any more: {move.tenant} is on its way to"
-        yield _action("abort", seen, False, why=f"{why} {move.source_store}.")
+        yield _action("abort", seen, False, why=f"{why} {seen.source}.")
     else:
         why = "Abort ended at TARGET: the tenant lives on the target now."
         yield _action("abort", seen, False, danger=True, why=why)
@@ -178,7 +182,7 @@ def _drain_action(seen: Seen, now: datetime) -> Action:
     if move.drain_requested_at is not None:
         at = clock(move.drain_requested_at, now)
         what = "split" if seen.split else "drain"
-        waits = move.waiting_for if seen.of_cell else "the last pass"
+        waits = seen.waiting_for or "its next step" if seen.of_cell else "the last pass"
         why = f"{move.drain_requested_by} started the {what} at {at}; it waits for {waits}."
         return _action("cancel_fence", seen, not seen.aborting, why=why)
     if move.pass_ended_at is None and not seen.of_cell:

@@ -41,6 +41,9 @@ class MoveLine:
 
     move: TenantMigration
     status: Status
+    # What it leaves and comes to: stores, or cells where only the cell changes.
+    source: str
+    target: str
     # Seven glyphs: "on", the status's own, or "".
     mini: tuple[str, ...]
     progress: str
@@ -114,6 +117,8 @@ def _line(seen: Seen, speed: float | None, expected: float | None, now: datetime
     return MoveLine(
         move=move,
         status=status,
+        source=str(seen.source),
+        target=str(seen.target),
         mini=_mini(seen, status),
         progress=progress,
         rate=rate(speed) if phase in TIMED else "–",

@@ -9,7 +9,7 @@ from django.db.models import Exists, OuterRef
 
 from migrations_app import queries
 from migrations_app.domain.phases import FENCED, NO_RETURN, REVERSED, Mode, Phase
-from migrations_app.domain.verbs import words
+from migrations_app.domain.verbs import where, words
 from migrations_app.models import MoveEvent, TenantMigration
 from migrations_app.panels.progress import (
     late_writes_in_words,
@@ -119,7 +119,9 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
     elif seen.ready:
         title = f"{name} waits for you to start the {'split' if seen.split else 'drain'}"
         text = (
-            f"{counted(move.sessions, 'session')} copied; the last pass found"
+            f"Only its cell changes; it is served {seen.at_source} until then."
+            if seen.of_cell
+            else f"{counted(move.sessions, 'session')} copied; the last pass found"
             f" {count(move.changed_last)} changed."
         )
         since = move.pass_ended_at or since
@@ -127,7 +129,7 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
         title = f"{name} waits for the typed confirmation to delete its source"
         text = f"The copy on {move.source_store} stays closed and whole until then."
         since = move.soak_until or since
-    elif status.glyph == "waiting" and move.waiting_for:
+    elif status.glyph == "waiting" and seen.waiting_for:
         title = f"{name} waits in {phase.upper()}"
         text = f"Waits for {move.waiting_for}."
     elif (stopped := _stopped_by_itself(move, now)) is not None:
@@ -159,7 +161,7 @@ def _attention(seen: Seen, now: datetime) -> Attention | None:
 def _fenced_words(seen: Seen, name: str) -> tuple[str, str]:
     phase = seen.phase.upper()
     if seen.opening_again:
-        return f"{name} is being opened on {seen.opens} again", ""
+        return f"{name} is being opened {seen.at_opens} again", ""
     if seen.going_back:
         return f"{name} is being rolled back, in {phase}", f"{why_rolled_back(seen.move)}."
     if seen.waits_for_flip:
@@ -205,7 +207,8 @@ def _gave_up(move: TenantMigration) -> Attention:
         rank=GRAVITY["aborted"],
         status=Status("aborted", "Aborted"),
         title=f"{move} {move.tenant} aborted by itself",
-        text=why_aborted(move) or f"{move.tenant} is served on {move.source_store}.",
+        text=why_aborted(move)
+        or f"{move.tenant} is served {where(move.mode, move.source_cell, move.source_store)}.",
         since=move.ended_at or move.phase_since,
         kind="move",
         key=str(move.pk),
@@ -228,7 +231,9 @@ def next_up(*, now: datetime) -> list[Upcoming]:
         items.append(Upcoming(move.fence_not_before or now, move, "may close its fence"))
     soaking = rows.filter(phase=Phase.SOAK, soak_until__gt=now, rollback_requested_at=None)
     for move in soaking:
-        if move.offboard_automatically or move.offboard_confirmed_at is not None:
+        if move.mode == Mode.CELL:
+            text = f"soak ends; it stays in {move.target_cell}"
+        elif move.offboard_automatically or move.offboard_confirmed_at is not None:
             text = f"soak ends; its copy on {move.source_store} is deleted"
         else:
             text = "soak ends; deleting waits for a typed confirmation"

@@ -17,6 +17,7 @@ from migrations_app.domain.phases import (
     Phase,
 )
 from migrations_app.domain.throttle import late_seconds
+from migrations_app.domain.verbs import where
 from migrations_app.models import TenantMigration
 from migrations_app.panels.seen import COMPARED, Seen, fence_lines
 from tenants.domain.words import (
@@ -60,8 +61,10 @@ def facts(seen: Seen, *, now: datetime) -> Facts:
     where, way = phase.upper(), stepper(seen)
     if phase in way:
         where = f"{where}, {way.index(phase) + 1} of {len(way)}"
-    surveyed = phase != Phase.PREPARE or move.sessions > 0
+    # Of the cell alone nobody counts: all of it stays where it is.
+    surveyed = (phase != Phase.PREPARE or move.sessions > 0) and not seen.of_cell
     way_back = phase == Phase.SOAK or (seen.going_back and not seen.out_of_split)
+    way_back = way_back and not seen.of_cell
     return Facts(
         phase=where,
         elapsed_seconds=((move.ended_at or now) - move.started_at).total_seconds(),
@@ -70,7 +73,9 @@ def facts(seen: Seen, *, now: datetime) -> Facts:
         users=move.users if surveyed else None,
         interrupted=move.interrupted,
         # Past the cutover it is what was touched.
-        changed_at_drain=None if way_back or seen.fence_goes_back else move.changed_at_drain,
+        changed_at_drain=(
+            None if way_back or seen.fence_goes_back or seen.of_cell else move.changed_at_drain
+        ),
         way_back=way_back,
         touched=move.touched if way_back and move.touched_at is not None else None,
         born=move.born if seen.split and not way_back else None,
@@ -81,7 +86,7 @@ def tenant_sees(seen: Seen) -> str:
     """Return what becomes of the tenant's turns now."""
     move = seen.move
     if not seen.split or seen.on_target or seen.phase in (Phase.ROLLED_BACK, Phase.ABORTED):
-        return "Retry-after" if seen.fenced else f"Served on {seen.home_store}"
+        return "Retry-after" if seen.fenced else f"Served {seen.at_home}"
     if not seen.both_serve:
         if move.split_version is not None and seen.phase == Phase.SPLIT:
             return f"Known sessions on {move.source_store}; new ones: retry-after"
@@ -233,7 +238,7 @@ def _step_text(
     if at is None:
         return "" if seen.ended or seen.aborting else _ahead(seen, phase)
     if phase == Phase.ROLLED_BACK:
-        return f"lives on {move.source_store}"
+        return f"lives {seen.at_source}"
     if seen.opening_again and phase in (Phase.SOAK, Phase.SPLIT) and phase == seen.phase:
         return f"begins anew once {seen.opens} is open"
     if phase == Phase.SOAK and ended is None and move.soak_until is not None:
@@ -247,6 +252,13 @@ def _step_text(
     return duration((ended - at).total_seconds())
 
 
+# What phases of a move of the cell alone wait for.
+OF_CELL_AHEAD = {
+    Phase.TARGET: "once drained",
+    Phase.REVERSE_TARGET: "once drained",
+}
+
+
 def _ahead(seen: Seen, phase: Phase) -> str:
     move = seen.move
     if phase == Phase.SPLIT:
@@ -257,6 +269,10 @@ def _ahead(seen: Seen, phase: Phase) -> str:
         if move.automatic:
             return "when the fence fits its budget"
         return "when an operator starts it"
+    if seen.of_cell:
+        return OF_CELL_AHEAD.get(phase, "") or (
+            limit(move.soak_seconds) if phase == Phase.SOAK else ""
+        )
     if phase == Phase.TARGET:
         return "when somebody flips it" if seen.owes_flip else "needs 0 mismatches"
     if phase == Phase.REVERSE_TARGET:
@@ -313,11 +329,11 @@ def _bar_label(seen: Seen, phase: Phase) -> str:
 def _track_status(seen: Seen, now: datetime) -> Status | None:
     move = seen.move
     if seen.phase == Phase.ABORTED:
-        return Status("aborted", f"Aborted, {move.tenant} stayed on {move.source_store}")
+        return Status("aborted", f"Aborted, {move.tenant} stayed {seen.at_source}")
     if seen.phase == Phase.REOPEN:
-        return Status("aborted", f"Opening {move.source_store} again")
+        return Status("aborted", f"Opening {seen.source} again")
     if seen.phase == Phase.ROLLED_BACK:
-        return Status("done", f"Rolled back, {move.tenant} lives on {move.source_store}")
+        return Status("done", f"Rolled back, {move.tenant} lives {seen.at_source}")
     if seen.fenced and move.fence_closed_at is not None:
         closed = elapsed((now - move.fence_closed_at).total_seconds())
         expected = move.quote.get("expected")
@@ -328,16 +344,21 @@ def _track_status(seen: Seen, now: datetime) -> Status | None:
     if seen.both_serve:
         return Status("live", f"Both serve: {move.source_store}, {move.target_store}")
     if seen.phase == Phase.SOAK and move.soak_until is not None:
-        return Status("soak", f"Source kept closed until {clock(move.soak_until, now)}")
+        until = clock(move.soak_until, now)
+        if seen.of_cell:
+            return Status("soak", f"Can be sent back to {seen.source} until {until}")
+        return Status("soak", f"Source kept closed until {until}")
     if seen.phase == Phase.OFFBOARD:
         return Status("live", f"Deleting the copy on {move.source_store}")
     if seen.phase == Phase.DONE:
-        return Status("done", f"{move.tenant} lives on {move.target_store}")
+        return Status("done", f"{move.tenant} lives {seen.at_target}")
     return None
 
 
 def _again(seen: Seen) -> str:
     """Say what happens between a fence that was left and the phase that it leads back to."""
+    if seen.move.fence_opened_at is not None and seen.of_cell:
+        return "Beginning its soak anew"
     if seen.move.fence_opened_at is not None and seen.phase != Phase.SPLIT:
         return f"Recording {seen.move.source_store} anew"
     return f"Opening {seen.opens} again"
@@ -418,6 +439,8 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
     if phase == Phase.PREPARE:
         green, of = seen.green_checks
         return str(green), f"of {counted(of, 'check')} green", share_of(green, of) or 0.0
+    if seen.of_cell and (seen.opening_again or phase in OF_CELL_READS):
+        return _measure_of_cell(seen)
     if seen.opening_again:
         return count(move.sessions), f"sessions stay on {seen.opens}", 0.0
     if phase == Phase.SPLIT and move.stage == "ready" and move.split_at is not None:
@@ -457,6 +480,26 @@ def _measure(seen: Seen, now: datetime) -> tuple[str, str, float]:
         return count(done), f"{context}, pass {move.passes} is whole", 100.0
     # Every session has been passed, and the phase has more to do: that is not 100 %.
     return count(done), f"{context}, 99{THIN}%", 99.0
+
+
+# Phases of a move of the cell alone that tell who serves: there is nothing to count.
+OF_CELL_READS = {
+    Phase.TARGET: "is published as its cell",
+    Phase.DONE: "serves it; nothing was copied or deleted",
+    Phase.REOPEN: "goes on serving it; nothing was copied",
+    Phase.ABORTED: "serves it as before; nothing was copied",
+    Phase.REVERSE_TARGET: "is published as its cell again",
+    Phase.ROLLED_BACK: "serves it again; nothing was copied",
+}
+
+
+def _measure_of_cell(seen: Seen) -> tuple[str, str, float]:
+    if seen.opening_again:
+        return str(seen.opens), "is opened to it again" if seen.fenced else "serves it", 0.0
+    to_target = seen.phase in (Phase.TARGET, Phase.DONE)
+    gave_up = seen.phase in (Phase.REOPEN, Phase.ABORTED)
+    cell = seen.target if to_target else seen.source
+    return str(cell), OF_CELL_READS[seen.phase], 0.0 if gave_up else 100.0
 
 
 # Phases in which the rate of `done` gives a time, and the stages in which `done` counts sessions.
@@ -535,6 +578,12 @@ STAGE_TITLES = {
     (Phase.SOAK, "artifacts"): "Looking for artifacts written late",
     (Phase.OFFBOARD, "forget"): "Removing what the source's memory has of them",
 }
+OF_CELL_TITLES = {
+    Phase.PREPARE: "Checking the store and both cells",
+    Phase.REOPEN: "Opening the old cell again",
+    Phase.TARGET: "Publishing the new cell",
+    Phase.REVERSE_TARGET: "Publishing the old cell",
+}
 PHASE_TITLES = {
     Phase.PREPARE: "Checking both stores",
     Phase.SPLIT: "New sessions begin on the target",
@@ -558,6 +607,10 @@ PHASE_TITLES = {
 def _progress_title(seen: Seen) -> str:
     if seen.opening_again:
         return _again(seen)
+    if seen.of_cell:
+        prepared = seen.phase == Phase.PREPARE and seen.move.stage == "ready"
+        titles = PHASE_TITLES | OF_CELL_TITLES
+        return "Prepared, before the fence" if prepared else titles[seen.phase]
     if title := STAGE_TITLES.get((seen.phase, seen.move.stage)):
         return title
     if title := SWEEP_TITLES.get(seen.move.stage, ""):
@@ -599,6 +652,9 @@ def _progress_rows(
             yield Row("Copied by the last whole pass", count(move.changed_last))
     if move.pause_before and not seen.ended:
         yield Row("Pauses before", move.pause_before.upper())
+    if seen.of_cell:
+        yield from _rows_of_cell(seen, now)
+        return
     if phase not in (Phase.PREPARE, Phase.REOPEN):
         yield Row("Copied in all", count(move.copied))
         yield Row("Compared in all", count(move.compared))
@@ -627,6 +683,14 @@ def _progress_rows(
         )
     if move.left_behind:
         yield Row("Left at the source, changed since", count(move.left_behind), "differs")
+
+
+def _rows_of_cell(seen: Seen, now: datetime) -> Iterable[Row]:
+    move = seen.move
+    yield Row("Copied", "nothing, the store stays")
+    if seen.phase == Phase.SOAK and move.soak_until is not None and not seen.opening_again:
+        yield Row("Soak ends", clock(move.soak_until, now))
+        yield Row("Then", "the move is done, nothing is deleted")
 
 
 def _pace_rows(move: TenantMigration, now: datetime) -> Iterable[Row]:
@@ -693,10 +757,11 @@ def _notice(seen: Seen) -> tuple[str, Status | None]:
         return text, Status("waiting", "Ready")
     if seen.ready:
         what = "split" if seen.split else "drain"
-        text = f"Waits for somebody to start the {what}. Passes go on meanwhile."
+        goes_on = f"{move.tenant} is served" if seen.of_cell else "Passes go on"
+        text = f"Waits for somebody to start the {what}. {goes_on} meanwhile."
         return text, Status("waiting", "Ready")
-    if move.waiting_for:
-        return f"For {move.waiting_for}.", Status("waiting", "Waits")
+    if seen.waiting_for:
+        return f"For {seen.waiting_for}.", Status("waiting", "Waits")
     if seen.going_back or seen.rollback_waits:
         return why_rolled_back(move), Status("moving", "Rolling back")
     if move.ease < 1 and seen.phase in COPYING:
@@ -742,7 +807,8 @@ def why_stopped(move: TenantMigration) -> str:
         return ""
     if move.phase == Phase.SPLIT:
         return f"{back.note}. Both sides serve {move.tenant} as before."
-    return f"{back.note}. {move.tenant} stays on {move.target_store}."
+    home = where(move.mode, move.target_cell, move.target_store)
+    return f"{back.note}. {move.tenant} stays {home}."
 
 
 def why_aborted(move: TenantMigration) -> str:

@@ -20,6 +20,7 @@ from migrations_app.domain.phases import (
     Mode,
     Phase,
 )
+from migrations_app.domain.verbs import where
 from migrations_app.models import TenantMigration
 from tenants import panels as tenants_panels
 from tenants.domain.words import Status
@@ -116,9 +117,34 @@ class Seen:
         return self.move.came_from != "" if self.split else bool(self.move.past_fences)
 
     @property
-    def opens(self) -> Store:
-        """The store that is opened again once the present fence is left."""
-        return self.move.target_store if self.fence_goes_back else self.move.source_store
+    def source(self) -> Cell | Store:
+        """What the tenant leaves: its store, or its cell where only that changes."""
+        return self.move.source_cell if self.of_cell else self.move.source_store
+
+    @property
+    def target(self) -> Cell | Store:
+        """What the tenant comes to."""
+        return self.move.target_cell if self.of_cell else self.move.target_store
+
+    @property
+    def at_source(self) -> str:
+        """Where the tenant lives before the cutover: "on" a store, or "in" a cell."""
+        return where(self.move.mode, self.move.source_cell, self.move.source_store)
+
+    @property
+    def at_target(self) -> str:
+        """Where the tenant lives after the cutover."""
+        return where(self.move.mode, self.move.target_cell, self.move.target_store)
+
+    @property
+    def opens(self) -> Cell | Store:
+        """What is opened again once the present fence is left."""
+        return self.target if self.fence_goes_back else self.source
+
+    @property
+    def at_opens(self) -> str:
+        """Where the tenant is served once the present fence is left."""
+        return self.at_target if self.fence_goes_back else self.at_source
 
     @property
     def fence_cell(self) -> Cell:
@@ -137,9 +163,9 @@ class Seen:
         return self.move.target_cell if self.on_target else self.move.source_cell
 
     @property
-    def home_store(self) -> Store:
-        """The store that routers read."""
-        return self.move.target_store if self.on_target else self.move.source_store
+    def at_home(self) -> str:
+        """Where routers find the tenant."""
+        return self.at_target if self.on_target else self.at_source
 
     @property
     def failed_checks(self) -> list[Mapping[str, Any]]:
@@ -153,6 +179,13 @@ class Seen:
         """How many checks of PREPARE are green, and of how many; advice is none of them."""
         states = [check["ok"] for check in self.move.checks if check["ok"] is not None]
         return sum(states), len(states)
+
+    @property
+    def waiting_for(self) -> str:
+        """What it waits for; not for a word that was given since its last step."""
+        said = self.move.waiting_for
+        given = self.move.drain_requested_at is not None and said.startswith("somebody to start")
+        return "" if given else said
 
     @property
     def ready(self) -> bool:
@@ -237,12 +270,13 @@ class Seen:
                 return Status("fenced", f"Opening the {side} again")
             if self.phase == Phase.SPLIT:
                 return Status("moving", "Opening again")
-            return Status("moving", "Recording the source anew")
+            again = "Beginning its soak anew" if self.of_cell else "Recording the source anew"
+            return Status("moving", again)
         if self.fenced or phase in FENCED:
             return Status("fenced", "Rolling back" if self.going_back else "Fenced")
         if self.rollback_waits:
             return Status("moving", "Rolling back")
-        if self.ready or self.soak_over(now) or (move.waiting_for and phase in WAITING):
+        if self.ready or self.soak_over(now) or (self.waiting_for and phase in WAITING):
             return Status("waiting", "Waiting")
         if phase == Phase.SOAK:
             return Status("soak", "Soaking")

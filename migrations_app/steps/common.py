@@ -19,6 +19,7 @@ from migrations_app.domain.phases import (
     way_out,
 )
 from migrations_app.domain.quote import Quote
+from migrations_app.domain.verbs import where
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     START,
@@ -223,8 +224,9 @@ def past(move: TenantMigration, clock: Clock) -> Go | None:
     """Return the way out if the fence's deadline is over."""
     if move.deadline_at is None or clock() < move.deadline_at:
         return None
-    home = copying.way(move).from_store
-    return out(move, f"The fence's budget is over in {move.phase.upper()}: reopening on {home}")
+    sides = copying.way(move)
+    home = where(move.mode, sides.from_cell, sides.from_store)
+    return out(move, f"The fence's budget is over in {move.phase.upper()}: reopening {home}")
 
 
 def out(move: TenantMigration, note: str) -> Go:

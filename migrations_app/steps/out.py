@@ -7,6 +7,7 @@ from durable.machine import Go, Outcome, Wait
 from migrations_app import artifacts, copying, memory
 from migrations_app.copying import Timer
 from migrations_app.domain.phases import Mode, Phase
+from migrations_app.domain.verbs import where
 from migrations_app.models import TenantMigration
 from migrations_app.steps import common
 from tenants import services as tenants
@@ -29,7 +30,7 @@ def reopen(move: TenantMigration, clock: Clock) -> Outcome:
                 row.save(update_fields=["fence_opened_at"])
             if row.announced_version is not None:
                 tenants.withdraw(move.tenant, move.target_cell)
-        note = f"{move.tenant} is open on {move.source_store}"
+        note = f"{move.tenant} is open {where(move.mode, move.source_cell, move.source_store)}"
         return Wait(note=note, changes={**common.at_stage("clean"), "waiting_for": ""})
     if move.mode == Mode.CELL:
         return Go(

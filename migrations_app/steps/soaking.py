@@ -12,6 +12,7 @@ from migrations_app import artifacts, copying, memory, queries
 from migrations_app.copying import Meter, Timer
 from migrations_app.domain.mismatch import Looks
 from migrations_app.domain.phases import Mode, Phase
+from migrations_app.domain.verbs import where
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     START,
@@ -203,6 +204,7 @@ def stay(move: TenantMigration, clock: Clock) -> Outcome:
     Then the source, on which the tenant waits no longer: it may be what has failed. The way back
     has written there, so its stamps and its mark are recorded anew.
     """
+    home = where(move.mode, move.target_cell, move.target_store)
     if move.stage != "return":
         # First the store: a runtime that is told to accept must find it open.
         if move.mode != Mode.CELL:
@@ -230,7 +232,7 @@ def stay(move: TenantMigration, clock: Clock) -> Outcome:
                     ]
                 )
         return Wait(
-            note=f"{move.tenant} is open on {move.target_store}",
+            note=f"{move.tenant} is open {home}",
             changes={**common.at_stage("return"), "waiting_for": ""},
         )
     if move.leave_requested_at is not None:
@@ -252,8 +254,7 @@ def stay(move: TenantMigration, clock: Clock) -> Outcome:
             resolved_at=clock()
         )
     return Wait(
-        note=f"The rollback is stopped: the tenant stays on {move.target_store}, its soak begins"
-        " anew",
+        note=f"The rollback is stopped: the tenant stays {home}, its soak begins anew",
         changes={
             "mark": mark,
             "soak_until": clock() + timedelta(seconds=move.soak_seconds),

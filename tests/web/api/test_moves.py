@@ -9,6 +9,7 @@ import pytest
 
 from durable.clock import database_now
 from migrations_app.models import TenantMigration
+from tenants.models import DirtyLine
 from tests import make
 
 pytestmark = pytest.mark.django_db
@@ -78,3 +79,53 @@ def test_a_program_may_give_a_write_budget_or_a_finish_time(operator: Any) -> No
 @pytest.mark.usefixtures("stores")
 def test_only_operators_may_ask_for_a_dry_run(viewer: Any) -> None:
     assert viewer.post("/ops/moves/dry-run", ASKED).status_code == 403
+
+
+@pytest.mark.usefixtures("stores")
+@pytest.mark.parametrize("mode", ["cell", "fence"])
+def test_with_the_tenants_own_store_only_its_cell_is_moved(operator: Any, mode: str) -> None:
+    asked = {**ASKED, "target_store": "store-eu1-a", "mode": mode}
+    told = operator.post("/ops/moves/dry-run", asked).json()
+    assert [line["phase"] for line in told["lines"]] == ["PREPARE", "DRAIN", "TARGET", "SOAK"]
+    # Nothing is copied: no rate, and no end of a first pass.
+    assert (told["refusals"], told["per_second"], told["through_at"]) == ([], None, None)
+    assert told["fence_worst"] >= told["fence_expected"] > 0
+    answer = operator.post("/ops/moves", asked)
+    assert (answer.status_code, answer.json()["mode"]) == (201, "cell")
+
+
+@pytest.mark.usefixtures("stores")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"mode": "cell"},
+        {"mode": "split", "target_store": "store-eu1-a"},
+        {"flip_by_hand": True, "target_store": "store-eu1-a"},
+    ],
+    ids=["another store", "split", "flip by hand"],
+)
+def test_what_a_move_of_the_cell_alone_can_not_be_is_refused(
+    operator: Any, asked: dict[str, Any]
+) -> None:
+    assert operator.post("/ops/moves", {**ASKED, **asked}).status_code == 409
+    assert not TenantMigration.objects.exists()
+
+
+@pytest.mark.usefixtures("stores")
+def test_a_rollback_of_the_cell_alone_carries_nothing_back(cast: make.Cast, operator: Any) -> None:
+    now = database_now()
+    move = make.move(
+        cast.acme,
+        cast=cast,
+        now=now,
+        phase="soak",
+        mode="cell",
+        sessions=0,
+        fence_opened_at=now - timedelta(minutes=5),
+        soak_until=now + timedelta(hours=1),
+    )
+    move.target_store = cast.store
+    move.save()
+    DirtyLine.objects.create(tenant=cast.acme, user_id="u-1", session_id="s-1", at=now)
+    told = operator.post(f"/ops/moves/{move.pk}/rollback", {"reason": "slow"}).json()
+    assert (told["to_carry"], told["quote"]["back"]) == (0, True)
