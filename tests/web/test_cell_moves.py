@@ -147,6 +147,8 @@ def test_pages_tell_the_way_there_by_its_cells(one: World, people: People) -> No
     assert "cell-eu1-a → cell-eu1-b" in listed
     assert "store-eu1" not in listed
 
+    step(one)
+    assert one.move.waiting_for == "somebody to start the drain"
     ask(one, "close_fence")
     # The word was given: nobody is waited for to give it.
     assert_reads(people, one.move, "Take back drain", "it waits for its next step")
