@@ -163,7 +163,8 @@ def test_what_stands_against_the_move_is_told_first(
 ) -> None:
     files.start()
     assert "acme is moving already" in tell(files).refusals[0]
-    assert "lives on store-eu1-a already" in tell(files, target_store=files.cast.store).refusals[0]
+    here = {"target_cell": files.cast.cell, "target_store": files.cast.store}
+    assert "lives in cell-eu1-a, on store-eu1-a, already" in tell(files, **here).refusals[0]
     monkeypatch.delenv("STORE_EU1_B")
     told = tell(files)
     assert told.lines == ()
