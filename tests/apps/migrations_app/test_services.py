@@ -146,10 +146,9 @@ def test_a_tenant_that_is_moving_is_refused(files: World) -> None:
         files.start()
 
 
-def test_a_move_to_the_store_it_lives_on_is_refused(files: World) -> None:
-    refused(
-        files, services.SamePlace, "lives on store-eu1-a already", target_store=files.cast.store
-    )
+def test_a_move_to_the_cell_and_store_it_lives_in_is_refused(files: World) -> None:
+    here = {"target_cell": files.cast.cell, "target_store": files.cast.store}
+    refused(files, services.SamePlace, "lives in cell-eu1-a, on store-eu1-a, already", **here)
 
 
 def test_a_cell_whose_quota_is_only_assumed_takes_nobody(files: World) -> None:
