@@ -182,7 +182,7 @@ def _state(row: dict[str, Any], now: datetime) -> State:
         facts=facts,
         rule=broken(facts, now=now, margin=margin()),
         failure=row["move_failure"] or "",
-        stands=shut is not None and shut.stands(now=now, margin=margin()),
+        stands=shut is not None and shut.stands(now=now, margin=SLACK),
     )
 
 
