@@ -126,6 +126,21 @@ def test_behind_the_point_of_no_return_it_goes_forward(both: World) -> None:
     assert both.move.abort_requested_at is None
 
 
+@pytest.mark.parametrize("phase", [Phase.DRAIN, Phase.TARGET])
+def test_a_move_of_the_cell_alone_is_opened_where_its_phase_leads(
+    files: World, phase: Phase
+) -> None:
+    cast = files.cast
+    files.start(target_cell=cast.other_cell, target_store=cast.store, soak_seconds=LONG)
+    files.run(until=phase)
+    while not fenced(files):
+        files.step()
+    lost(files)
+    open_it(files)
+    home = "cell-eu1-a" if phase == Phase.DRAIN else "cell-eu1-b"
+    assert files.owner() == [(home, "all")]
+
+
 def test_a_way_back_that_nobody_ends_leaves_the_tenant_where_it_was_or_brings_it_home(
     files: World,
 ) -> None:
