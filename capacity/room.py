@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -80,13 +80,19 @@ class Assessed:
 
 
 def assess(
-    tenant: Tenant, limits: Limits | None = None, *, typed: Typed | None = None, now: datetime
+    tenant: Tenant,
+    limits: Limits | None = None,
+    *,
+    typed: Typed | None = None,
+    fresh: bool = False,
+    now: datetime,
 ) -> Assessed:
     """Return whether the tenant's cell has room for these limits; None: for those that hold.
 
-    Measured over the last hour and the last 24, of which the larger counts; what is typed counts
-    where it is more. Tenants of other tiers than pooled have a model account of their own: neither
-    their load nor their limits are held against the cell's quota. Raises BadEstimate.
+    Measured over the last hour and the last 24, of which the larger counts, up to a minute ago;
+    `fresh`: anew, for whoever lets limits hold. What is typed counts where it is more. Tenants of
+    other tiers than pooled have a model account of their own: neither their load nor their limits
+    are held against the cell's quota. Raises BadEstimate.
     """
     said = Typed() if typed is None else typed
     said.check()
@@ -94,14 +100,14 @@ def assess(
     cell = Cell.objects.get(placements__tenant=tenant)
     holds = tenants_queries.limits_of(tenants_queries.scope_of(tenant))
     asked = holds if limits is None else limits
-    measured, runs, usual = _measured(cell, now)
+    measured = _measured(cell, now, fresh=fresh)
     normal = Load(
-        _larger(measured.requests, said.normal_requests_per_minute),
-        _larger(measured.tokens, said.normal_tokens_per_minute),
+        _larger(measured.normal.requests, said.normal_requests_per_minute),
+        _larger(measured.normal.tokens, said.normal_tokens_per_minute),
     )
 
     def run_of(slug: str) -> Run:
-        had = runs.get(slug, usual)
+        had = measured.runs.get(slug, measured.usual)
         return Run(
             model_calls=_larger(had.model_calls, said.model_calls_per_run),
             tokens=_larger(had.tokens, said.tokens_per_run),
@@ -128,7 +134,7 @@ def assess(
         cell=cell,
         headroom=found,
         normal=normal,
-        measured=measured,
+        measured=measured.normal,
         run=run_of(tenant.slug),
         before=before,
         after=after,
@@ -156,37 +162,71 @@ def _others(tenant: Tenant, cell: Cell) -> list[tuple[str, Any]]:
     return list(entries.values_list("tenant__slug", "document__scope"))
 
 
-def _measured(cell: Cell, now: datetime) -> tuple[Load, Mapping[str, Run], Run]:
-    """Return a cell's normal load, what runs of each tenant take, and of all together."""
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What a cell's tenants used of late."""
+
+    normal: Load
+    # What runs of each tenant took, by slug, and of all together.
+    runs: Mapping[str, Run]
+    usual: Run
+
+
+# Cell -> the minute until which it was measured, and what that was. A page that asks again with
+# every letter that somebody types reads it once a minute. Losing it costs a read.
+_kept: dict[int, tuple[datetime, _Measured]] = {}
+
+
+def _measured(cell: Cell, now: datetime, *, fresh: bool) -> _Measured:
     # The minute that runs is not over.
     until = now.replace(second=0, microsecond=0)
+    known = _kept.get(cell.pk)
+    if fresh or known is None or known[0] != until:
+        known = _kept[cell.pk] = until, _measure(cell, until)
+    return known[1]
+
+
+def _measure(cell: Cell, until: datetime) -> _Measured:
     rows = UsageMinute.objects.filter(
         minute__gte=until - DAY,
         minute__lt=until,
         tenant__placement__cell=cell,
         tenant__tier=Tier.POOLED,
     )
-    loads = []
-    for since in (until - DAY, until - HOUR):
-        used = rows.filter(minute__gte=since).aggregate(
-            first=Min("minute"), requests=Sum("model_calls"), used=Sum("tokens")
+    late = Q(minute__gte=until - HOUR)
+    # In one read: a day of a full cell is more than a million rows.
+    used = list(
+        rows.values("tenant__slug").annotate(
+            since=Min("minute"),
+            begun=Sum("turns"),
+            called=Sum("model_calls"),
+            took=Sum("tokens"),
+            late_since=Min("minute", filter=late),
+            late_called=Sum("model_calls", filter=late, default=0),
+            late_took=Sum("tokens", filter=late, default=0),
         )
-        if used["first"] is not None:
-            # Of a cell that began today, since then.
-            minutes = (until - used["first"]) / MINUTE
-            loads.append(Load(used["requests"] / minutes, used["used"] / minutes))
-    runs, turns, calls, tokens = {}, 0, 0, 0
-    for slug, begun, called, took in rows.values_list("tenant__slug").annotate(
-        begun=Sum("turns"), called=Sum("model_calls"), took=Sum("tokens")
-    ):
-        turns, calls, tokens = turns + begun, calls + called, tokens + took
-        if begun:
-            runs[slug] = Run(called / begun, took / begun)
-    usual = Run(calls / turns, tokens / turns) if turns else Run()
-    if not loads:
-        return Load(None, None), runs, usual
-    normal = Load(max(one.requests or 0 for one in loads), max(one.tokens or 0 for one in loads))
-    return normal, runs, usual
+    )
+    day, hour = _load(used, "", until), _load(used, "late_", until)
+    begun, called, took = (sum(row[name] for row in used) for name in ("begun", "called", "took"))
+    return _Measured(
+        normal=Load(_larger(day.requests, hour.requests), _larger(day.tokens, hour.tokens)),
+        runs={
+            row["tenant__slug"]: Run(row["called"] / row["begun"], row["took"] / row["begun"])
+            for row in used
+            if row["begun"]
+        },
+        usual=Run(called / begun, took / begun) if begun else Run(),
+    )
+
+
+def _load(used: Iterable[Mapping[str, Any]], when: str, until: datetime) -> Load:
+    """Return what all used per minute; of a cell that began in that time, since then."""
+    rows = [row for row in used if row[f"{when}since"] is not None]
+    if not rows:
+        return Load(None, None)
+    minutes = (until - min(row[f"{when}since"] for row in rows)) / MINUTE
+    called, took = (sum(row[f"{when}{name}"] for row in rows) for name in ("called", "took"))
+    return Load(called / minutes, took / minutes)
 
 
 def _larger(measured: float | None, typed: float | None) -> float | None:

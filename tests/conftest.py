@@ -104,6 +104,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             creation.deserialize_db_from_string(connection._test_serialized_contents)
 
 
+@pytest.fixture(autouse=True)
+def nothing_measured_before() -> None:
+    """Forget what other tests' cells used: theirs may have had the same ids."""
+    from capacity import room  # not above: Django is not set up yet
+
+    room._kept.clear()
+
+
 @pytest.fixture
 def now() -> datetime:
     """A fixed moment: tests pass time on by passing a later one."""

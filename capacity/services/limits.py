@@ -123,7 +123,7 @@ def _save(
     reason: str,
     now: datetime,
 ) -> Saved:
-    assessed = assess(tenant, limits, typed=typed, now=now)
+    assessed = assess(tenant, limits, typed=typed, fresh=True, now=now)
     broken = assessed.refused
     if broken is not None and not override:
         raise NoHeadroom(_why(assessed, broken))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from capacity import services
 from capacity.models import UsageDay, UsageMinute
@@ -289,7 +290,7 @@ def test_a_run_is_measured_by_the_tenants_own_runs_or_by_all(
     everybodys = assess(cast.acme, ACME, now=now)
     assert (everybodys.run.model_calls, everybodys.run.tokens) == (2, 100)
     used(cast.acme, now - HOUR, 60, turns=1, model_calls=9, tokens=1_000)
-    own = assess(cast.acme, ACME, now=now)
+    own = assess(cast.acme, ACME, fresh=True, now=now)
     assert (own.run.model_calls, own.run.tokens) == (9, 1_000)
     assert own.after.load.requests == 270
 
@@ -300,10 +301,33 @@ def test_tenants_that_live_elsewhere_or_have_their_own_account_are_not_counted(
     used(cast.core, now - HOUR, 60, turns=1, model_calls=900, tokens=10)
     assert assess(cast.acme, ACME, now=now).measured.requests == 900
     tenants_services.set_tier(cast.core, tier="silo", now=now, **WHY)
-    assert assess(cast.acme, ACME, now=now).measured.requests is None
+    assert assess(cast.acme, ACME, fresh=True, now=now).measured.requests is None
     dune = make.tenant("dune", cell=cast.other_cell, store=cast.other_store, now=now)
     used(dune, now - HOUR, 60, turns=1, model_calls=900, tokens=10)
+    assert assess(cast.acme, ACME, fresh=True, now=now).measured.requests is None
+
+
+def test_a_cell_is_measured_once_a_minute_however_often_somebody_asks(
+    cast: make.Cast, cell: Cell, now: datetime
+) -> None:
+    used(cast.bolt, now - HOUR, 60, turns=1, model_calls=100, tokens=10)
+    with CaptureQueriesContext(connection) as asked:
+        for rate in (0.5, 0.25, 0.125):
+            assert assess(cast.acme, Limits(runs_per_second=rate), now=now).normal.requests == 100
+    assert sum("capacity_usageminute" in query["sql"] for query in asked) == 1
+
+
+def test_limits_are_let_hold_by_what_is_measured_then(
+    cast: make.Cast, cell: Cell, now: datetime
+) -> None:
     assert assess(cast.acme, ACME, now=now).measured.requests is None
+    used(cast.bolt, now - HOUR, 60, turns=1, model_calls=899, tokens=10)
+    with pytest.raises(services.NoHeadroom):
+        services.set_limits(cast.acme, limits=ACME, now=now, **WHY)
+    # The next minute everybody reads what was used by then.
+    used(cast.bolt, now, 1, turns=1, model_calls=899, tokens=10)
+    later = assess(cast.acme, ACME, now=now + MINUTE)
+    assert later.measured.requests == 899
 
 
 def test_tokens_bind_where_they_run_out_first(cast: make.Cast, cell: Cell, now: datetime) -> None:
