@@ -125,8 +125,10 @@ class BreakerOut(Schema):
 
 class HeadroomOut(Schema):
     cell: str
-    # Every quota that is known has room.
+    # Every quota that is known has room, as far as `unknown` lets anybody tell.
     fits: bool
+    # Fields of the estimate without which nothing can be said of a quota: nobody has measured them.
+    unknown: list[str]
     # These limits would be refused without an override.
     refused: bool
     # The quota that binds first in front.
@@ -305,6 +307,7 @@ def _headroom(assessed: Assessed) -> dict[str, Any]:
     return {
         "cell": assessed.cell.slug,
         "fits": found.fits,
+        "unknown": list(assessed.unknown.values()),
         "refused": assessed.refused is not None,
         "quotas": [
             {

@@ -17,6 +17,7 @@ from capacity.domain.headroom import (
     Load,
     Most,
     Run,
+    Unit,
     headroom,
     most,
 )
@@ -77,6 +78,19 @@ class Assessed:
     after: Most
     # The tenant, where it does not fit and these limits let it use more than those that hold.
     refused: Breaker | None
+
+    @property
+    def unknown(self) -> Mapping[Unit, str]:
+        """The quotas of which nothing can be said yet, with what has to be typed: `Typed`'s name.
+
+        Nobody has measured how much of them a run takes. A limit may still be seen not to fit.
+        """
+        needed: tuple[tuple[Unit, str, float | None], ...] = (
+            ("requests", "model_calls_per_run", self.run.model_calls),
+            ("tokens", "tokens_per_run", self.run.tokens),
+        )
+        held = {binding.unit for binding in self.headroom.bindings}
+        return {unit: name for unit, name, value in needed if unit in held and not value}
 
 
 def assess(

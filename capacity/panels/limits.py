@@ -380,6 +380,8 @@ class RoomLine:
     largest: float
     # The largest limit is none: nothing could hold it.
     unlimited: bool
+    # Nobody has measured how much of it a run takes: the largest limit is at least this.
+    unknown: bool
     label: str
 
 
@@ -393,6 +395,8 @@ class Room:
     fits: bool
     # These limits would not be let hold.
     refused: bool
+    # Why nobody can know whether they fit, and what to type; "": it is known.
+    unknown: str
     # Who does not fit, in sentences; the worst first.
     breaks: tuple[str, ...]
     # The most that the limits let the tenant use, and by which of them.
@@ -404,10 +408,14 @@ class Room:
 def room(found: Assessed, tier: str) -> Room:
     """Return what was held against a cell's quota as a page shows it."""
     return Room(
-        lines=tuple(_room_line(binding) for binding in found.headroom.bindings),
+        lines=tuple(
+            _room_line(binding, unknown=binding.unit in found.unknown)
+            for binding in found.headroom.bindings
+        ),
         counts=tier == Tier.POOLED,
         fits=found.headroom.fits,
         refused=found.refused is not None,
+        unknown=_unknown(found),
         breaks=tuple(_breaks(one) for one in found.headroom.breakers),
         most=_most(found),
         own=tuple(_own(found, tier)),
@@ -424,12 +432,21 @@ def _most(found: Assessed) -> str:
     )
 
 
+def _unknown(found: Assessed) -> str:
+    labels = {name: label for name, label, _ in ESTIMATES}
+    asked = " and ".join(f"“{labels[name]}”" for name in found.unknown.values())
+    return asked and (
+        f"No run in {found.cell.slug} was measured in the last 24 hours. Until somebody types"
+        f" {asked} under “What nobody has measured yet”, nobody can know whether limits fit."
+    )
+
+
 def _own(found: Assessed, tier: str) -> Iterator[str]:
     if tier != Tier.POOLED:
         return
     for binding in found.headroom.bindings:
         limit = found.after.load.of(binding.unit)
-        if limit is None or not math.isfinite(limit):
+        if binding.unit in found.unknown or limit is None or not math.isfinite(limit):
             continue
         peak = binding.normal + limit
         under = "under" if peak < binding.room else "not under"
@@ -439,18 +456,20 @@ def _own(found: Assessed, tier: str) -> Iterator[str]:
         )
 
 
-def _room_line(binding: Binding) -> RoomLine:
+def _room_line(binding: Binding, *, unknown: bool) -> RoomLine:
     unlimited = not math.isfinite(binding.largest)
     normal = min(100.0, 100 * binding.normal / binding.quota)
     largest = 100.0 if unlimited else 100 * binding.largest / binding.quota
-    said = "no limit" if unlimited else count(binding.largest)
+    said = f"at least {count(binding.largest)}" if unknown else count(binding.largest)
     return RoomLine(
         binding=binding,
         normal=normal,
         largest=min(100 - normal, largest),
         unlimited=unlimited,
-        label=f"Normal load {count(binding.normal)} and the largest limit, {said}, of a quota of"
-        f" {count(binding.quota)} {binding.unit} a minute",
+        unknown=unknown,
+        label=f"Normal load {count(binding.normal)} and the largest limit,"
+        f" {'no limit' if unlimited else said}, of a quota of {count(binding.quota)}"
+        f" {binding.unit} a minute",
     )
 
 

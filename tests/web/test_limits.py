@@ -249,6 +249,7 @@ def article(acme: Tenant, here: make.Cast, at: datetime) -> dict[str, str]:
     return {
         "normal_requests_per_minute": "600",
         "model_calls_per_run": "4",
+        "tokens_per_run": "8,000",
         "run_seconds": "12",
     }
 
@@ -268,6 +269,25 @@ def test_room_is_shown_before_anything_is_saved(
     assert 'width="60.00"' in html
     assert 'x="60.00" width="12.00"' in html
     assert Scope.objects.filter(tenant=acme).count() == 1
+
+
+def test_what_nobody_has_measured_is_asked_for_instead_of_said_to_fit(
+    article: dict[str, str], acme: Tenant, people: People
+) -> None:
+    post(people, "set", **article)
+    html = people.operator.get(URL).content.decode()
+    assert "Can’t know yet" in html
+    assert "types “Model calls of a typical run” and “Tokens of a typical run” under" in html
+    assert 'id="estimates" open' in html
+    asked = {**GIVEN, **article, "tokens_per_run": ""}
+    text = text_of(people.operator.get(f"{URL}check/", asked, headers=HTMX).content.decode())
+    assert "Can’t know yet" in text
+    assert "types “Tokens of a typical run” under “What nobody has measured yet”" in text
+    assert "+ largest limit at least 0 Peak at least 0 90 % of 5,000,000" in text
+    # What is seen not to fit by the other quota is not in doubt.
+    asked |= {"runs_per_second": "2", "max_concurrent_runs": ""}
+    text = text_of(people.operator.get(f"{URL}check/", asked, headers=HTMX).content.decode())
+    assert "Would be refused" in text
 
 
 def test_who_breaks_it_is_named_before_anything_is_saved(

@@ -123,6 +123,8 @@ def test_a_dry_run_says_the_same_and_changes_nothing(cell: Cell, operator: Any) 
     told = answer.json()
     assert told.keys() == HeadroomOut.model_fields.keys()
     assert (told["fits"], told["refused"]) == (False, True)
+    # Nobody has measured it, and the estimate does not say it either.
+    assert told["unknown"] == ["tokens_per_run"]
     assert told["breakers"][0]["tenant"] in ("acme", "bolt", "core")
     assert {"acme", "bolt", "core"} == {one["tenant"] for one in told["breakers"]}
     # Those without limits have no bound, and JSON has no word for that.
