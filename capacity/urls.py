@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.urls import path
 
-from capacity import views, views_export, views_limits, views_usage
+from capacity import views, views_limits, views_usage
 
 INSTANCE = "instances/<int:pk>"
 TENANT = "tenants/<slug:slug>"
@@ -29,7 +29,7 @@ urlpatterns = [
     path("my/usage/now/", views_usage.my_usage_now, name="my_usage_now"),
     path("my/usage/minutes.json", views_usage.my_usage_minutes, name="my_usage_minutes"),
     path("my/usage/days.json", views_usage.my_usage_days, name="my_usage_days"),
-    path("usage/export.csv", views_export.usage_export, name="usage_export"),
+    path("usage/export.csv", views_usage.usage_export, name="usage_export"),
     path("instances/", views.instance_list, name="instance_list"),
     path("instances/table/", views.instance_table, name="instance_table"),
     path(f"{INSTANCE}/", views.instance, name="instance"),

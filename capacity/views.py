@@ -20,15 +20,9 @@ from durable.errors import Refused
 from tenants.domain.roles import Role
 from tenants.domain.words import counted
 from tenants.models import Tenant
-from tenants.views import access, by_request_kind
+from tenants.views import access, by_request_kind, nothing_changed, page_number
 
 TEXT_MAX = 2_000
-
-
-def page_number(request: HttpRequest, name: str = "page") -> int:
-    """Return the page that an address asks for; the first where it asks for none that could be."""
-    number = request.GET.get(name, "1")
-    return int(number) if number.isascii() and number.isdecimal() and len(number) < 7 else 1
 
 
 def typed(request: HttpRequest, name: str, longest: int = TEXT_MAX) -> str:
@@ -43,12 +37,6 @@ def tenant_of(slug: str) -> Tenant:
     if tenant is None:
         raise Http404(f"There is no tenant {slug}.")
     return tenant
-
-
-def nothing_changed(refusal: Refused) -> str:
-    """Return a refusal as a notice: what, why, and that nothing changed."""
-    text = str(refusal)
-    return text if "othing was" in text else f"{text} Nothing was changed."
 
 
 # --- instances --------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from django.views.decorators.http import require_POST, require_safe
 
 from capacity import services
 from capacity.panels import limits as panel
-from capacity.views import TEXT_MAX, nothing_changed, page_number, tenant_of, typed
+from capacity.views import TEXT_MAX, tenant_of, typed
 from durable.clock import database_now
 from durable.errors import Refused
 from tenants import services as tenants_services
 from tenants.domain.roles import Role
 from tenants.models import Tenant
-from tenants.views import access
+from tenants.views import access, nothing_changed, page_number
 
 # What a field holds at most; a list of tools is longer.
 FIELD_MAX, TOOLS_MAX = 40, 70_000

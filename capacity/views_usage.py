@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.shortcuts import render
 from django.urls import reverse
 from django.views.decorators.http import require_safe
 
 from capacity import figures, queries
-from capacity.exporting import days_asked
+from capacity.exporting import days_asked, usage_csv
 from capacity.panels import usage as usage_panel
 from capacity.views import tenant_of
 from durable.clock import database_now
@@ -19,6 +19,13 @@ from tenants.domain.roles import Role
 from tenants.models import Cell, Tenant
 from tenants.panels import CHOICES
 from tenants.views import access, by_request_kind, fragment, own_tenant
+
+
+class NoSuchTenant(Refused):
+    """Somebody asks for the usage of a tenant that there is not."""
+
+    status = 404
+
 
 # What the page of everybody's usage looks back (hours).
 WINDOWS = {"1": "the last hour", "24": "the last day", "168": "the last 7 days"}
@@ -169,20 +176,42 @@ def _asked(request: HttpRequest) -> tuple[queries.CellUsage, dict[str, str]]:
 @access(Role.VIEWER)
 def reconciliation(request: HttpRequest) -> HttpResponse:
     """What throttled beside what is invoiced, day by day, of one tenant or of all."""
-    given = {name: request.GET.get(name, "")[:60] for name in ("tenant", "from", "to")}
-    given["tenant"] = given["tenant"].replace("\0", "").strip()
-    now, refused, found = database_now(), "", None
-    tenant = Tenant.objects.filter(slug=given["tenant"]).first()
+    given, now, refused, found = _days(request), database_now(), "", None
     try:
         first, last = days_asked(given["from"], given["to"], today=now.date())
-        if given["tenant"] and tenant is None:
-            refused = f"There is no tenant {given['tenant']}. Leave it out for all of them."
-        else:
-            found = queries.reconciliation(first, last, tenant=tenant, now=now)
-            given |= {"from": first.isoformat(), "to": last.isoformat()}
+        found = queries.reconciliation(first, last, tenant=_whose(given["tenant"]), now=now)
+        given |= {"from": first.isoformat(), "to": last.isoformat()}
     except Refused as refusal:
         refused = str(refusal)
     context = {"now": now, "found": found, "given": given, "refused": refused}
-    htmx = bool(getattr(request, "htmx", False))
-    template = "capacity/_reconciliation.html" if htmx else "capacity/reconciliation.html"
+    template = "capacity/_reconciliation.html" if request.htmx else "capacity/reconciliation.html"
     return by_request_kind(render(request, template, context, status=409 if refused else 200))
+
+
+@require_safe
+@access(Role.OPERATOR)
+def usage_export(request: HttpRequest) -> HttpResponseBase:
+    """The days of the ledger as CSV: ?from=2026-03-01&to=2026-03-31, of one ?tenant= or of all."""
+    given = _days(request)
+    try:
+        tenant = _whose(given["tenant"])
+        first, last = days_asked(given["from"], given["to"], today=database_now().date())
+    except Refused as refusal:
+        return HttpResponse(str(refusal), status=refusal.status, content_type="text/plain")
+    return usage_csv(first, last, tenant=tenant)
+
+
+def _days(request: HttpRequest) -> dict[str, str]:
+    """Return the days that an address asks for, and of which tenant, as they are spelled there."""
+    return {
+        name: request.GET.get(name, "").replace("\0", "").strip()[:60]
+        for name in ("tenant", "from", "to")
+    }
+
+
+def _whose(slug: str) -> Tenant | None:
+    """Return the tenant that is asked for; None: all of them. Raises NoSuchTenant."""
+    tenant = Tenant.objects.filter(slug=slug).first()
+    if slug and tenant is None:
+        raise NoSuchTenant(f"There is no tenant {slug}. Leave it out for all of them.")
+    return tenant

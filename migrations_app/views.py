@@ -50,7 +50,14 @@ from tenants import queries as tenants_queries
 from tenants.domain.roles import Role
 from tenants.domain.words import counted
 from tenants.models import Cell, Store, Tenant
-from tenants.views import access, by_request_kind, csv_file, fragment
+from tenants.views import (
+    access,
+    by_request_kind,
+    csv_file,
+    fragment,
+    nothing_changed,
+    page_number,
+)
 
 Read = Callable[[Seen, datetime], Any]
 
@@ -263,12 +270,6 @@ def changed_figure(request: HttpRequest, pk: int) -> HttpResponse:
 # --- acts ---------------------------------------------------------
 
 
-def said(refusal: Refused) -> str:
-    """Return a refusal as a notice: what, why, and that nothing changed."""
-    text = str(refusal)
-    return text if "othing was changed" in text else f"{text} Nothing was changed."
-
-
 def _ask(request: HttpRequest, pk: int, verb: str, call: Callable[..., Any]) -> HttpResponse:
     """Show the dialog of an act (GET), or carry it out (POST) and close the dialog.
 
@@ -285,7 +286,7 @@ def _ask(request: HttpRequest, pk: int, verb: str, call: Callable[..., Any]) -> 
                 now=database_now(),
             )
         except Refused as refusal:
-            refused, seen = said(refusal), read_seen(pk)
+            refused, seen = nothing_changed(refusal), read_seen(pk)
         else:
             return _done(request, seen.move, verb)
     now = database_now()
@@ -443,8 +444,8 @@ def _at_once(
         call(seen)
     except Refused as refusal:
         if not request.htmx:
-            return _page(request, read_seen(pk), refused=said(refusal))
-        return _panel(request, pk, panel, refused=said(refusal))
+            return _page(request, read_seen(pk), refused=nothing_changed(refusal))
+        return _panel(request, pk, panel, refused=nothing_changed(refusal))
     if not request.htmx:
         return redirect("move", pk=pk)
     response = _panel(request, pk, panel)
@@ -516,7 +517,7 @@ def accept(request: HttpRequest, pk: int) -> HttpResponse:
                 now=database_now(),
             )
         except Refused as refusal:
-            refused, seen = said(refusal), read_seen(pk)
+            refused, seen = nothing_changed(refusal), read_seen(pk)
         else:
             return _done(request, seen.move, "accept")
     found = list(seen.move.mismatches.filter(pk__in=chosen, resolved_at=None, accepted_at=None))
@@ -624,11 +625,10 @@ def moves_table(request: HttpRequest) -> HttpResponse:
 def _moves(request: HttpRequest, template: str) -> HttpResponse:
     now = database_now()
     state = request.GET.get("state", "live")
-    number = request.GET.get("page", "1")
     wanted = MovesFilter(
         state=state if state in ("live", "ended", "all") else "live",
         text=request.GET.get("q", "").strip()[:100],
-        page=int(number) if number.isdecimal() and len(number) < 7 else 1,
+        page=page_number(request),
     )
     found = lists.moves_page(wanted, now=now)
     context = {
@@ -779,7 +779,7 @@ def new_move(request: HttpRequest) -> HttpResponse:
             **paced(page.tenant, **form.options()),
         )
     except Refused as refusal:
-        return _new_move_page(request, context | {"refused": said(refusal)}, 409)
+        return _new_move_page(request, context | {"refused": nothing_changed(refusal)}, 409)
     if request.htmx:
         url = reverse("move", args=[started.pk])
         return HttpResponse(status=204, headers={"HX-Redirect": url})
@@ -868,7 +868,7 @@ def _restored_act(request: HttpRequest, act: Callable[[str, str, datetime], None
     try:
         act(request.user.get_username(), reason, database_now())
     except Refused as refusal:
-        return _restored_page(request, refused=said(refusal), status=409)
+        return _restored_page(request, refused=nothing_changed(refusal), status=409)
     return redirect("restored")
 
 

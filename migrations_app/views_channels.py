@@ -21,10 +21,10 @@ from migrations_app.models import MoveChannel, SideChannel
 from migrations_app.panels import channels as channels_panel
 from migrations_app.preflight import may_call
 from migrations_app.services import REASON_CHARACTERS
-from migrations_app.views import read_seen, said, show_dialog
+from migrations_app.views import read_seen, show_dialog
 from tenants.domain.roles import Role
 from tenants.models import Agent, Tenant
-from tenants.views import access
+from tenants.views import access, nothing_changed
 
 CHANNEL_ROWS = 50
 
@@ -54,7 +54,7 @@ def check_channel(request: HttpRequest, pk: int, row: int, step: str) -> HttpRes
                 seen=request.POST.get("seen"),
             )
         except Refused as refusal:
-            refused, seen = said(refusal), read_seen(pk)
+            refused, seen = nothing_changed(refusal), read_seen(pk)
             found = _row(seen.move.pk, row)
         else:
             return _checked(request, pk, found, step, undo)
@@ -204,7 +204,7 @@ def remove_channel(request: HttpRequest, channel: int) -> HttpResponse:
         channels.remove(row, by=by, reason=reason, now=database_now())
     except Refused as refusal:
         initial = {name: getattr(row, name) for name in channels.EDITABLE}
-        return _form(request, ChannelForm(initial=initial), owner, row, said(refusal))
+        return _form(request, ChannelForm(initial=initial), owner, row, nothing_changed(refusal))
     return _listed(owner)
 
 
@@ -230,7 +230,7 @@ def _form_page(
     try:
         save(form.cleaned_data, request.user.get_username())
     except Refused as refusal:
-        return _form(request, form, owner, row, said(refusal))
+        return _form(request, form, owner, row, nothing_changed(refusal))
     return _listed(owner)
 
 

@@ -15,11 +15,10 @@ from migrations_app import rehearsing, services
 from migrations_app.domain.phases import Mode
 from migrations_app.panels import lists
 from migrations_app.services import InvalidOption
-from migrations_app.views import said
 from tenants import panels as tenants_panels
 from tenants.domain.roles import Role
 from tenants.models import Cell, Store, Tenant
-from tenants.views import access, fragment
+from tenants.views import access, fragment, nothing_changed
 
 # Rehearsals that a tenant's page lists, newest first.
 ROWS = 10
@@ -72,7 +71,7 @@ def rehearse(request: HttpRequest, slug: str) -> HttpResponse:
             )
             return redirect("tenant", slug=slug)
         except Refused as refusal:
-            refused = said(refusal)
+            refused = nothing_changed(refusal)
     context = {
         "now": database_now(),
         "tenant": page.tenant,

@@ -27,7 +27,7 @@ from migrations_app import services
 from migrations_app.panels import lists
 from migrations_app.panels import overview as moves
 from migrations_app.panels import safety as safety_panel
-from migrations_app.views import live_moves_context, said, tenant_moves_context
+from migrations_app.views import live_moves_context, tenant_moves_context
 from migrations_app.views_channels import tenant_channels_context
 from migrations_app.views_rehearsals import rehearsals_context
 from platform_admin.strip import signals as read_signals
@@ -38,7 +38,13 @@ from tenants.domain.roles import Role
 from tenants.domain.words import ago, counted
 from tenants.models import Store
 from tenants.panels import Attention, TenantsFilter
-from tenants.views import access, cells_context, tenant_instances_context
+from tenants.views import (
+    access,
+    cells_context,
+    nothing_changed,
+    page_number,
+    tenant_instances_context,
+)
 
 # So many wrong passwords for one name from one address lock that pair out for so long.
 SIGN_IN_TRIES, SIGN_IN_LOCKED_SECONDS = 8, 300
@@ -118,7 +124,7 @@ def tenant_list(request: HttpRequest) -> HttpResponse:
         store=request.GET.get("store", "")[:60],
         tier=request.GET.get("tier", "")[:10],
         sort=request.GET.get("sort", "tenant")[:20],
-        page=_page_number(request),
+        page=page_number(request),
     )
     found = tenants.tenants_page(wanted)
     now = database_now()
@@ -149,11 +155,6 @@ COLUMNS = (
 )
 
 
-def _page_number(request: HttpRequest) -> int:
-    number = request.GET.get("page", "1")
-    return int(number) if number.isdecimal() and len(number) < 7 else 1
-
-
 @require_safe
 @access(Role.VIEWER)
 def tenant(request: HttpRequest, slug: str) -> HttpResponse:
@@ -179,7 +180,7 @@ STORE_ROWS = 50
 @access(Role.VIEWER)
 def stores(request: HttpRequest) -> HttpResponse:
     """Every store: its kind, where its address comes from, and what is kept beside it."""
-    page = Paginator(tenants.stores(), STORE_ROWS).get_page(_page_number(request))
+    page = Paginator(tenants.stores(), STORE_ROWS).get_page(page_number(request))
     lines = [tenants.store_line(store) for store in page]
     context = {"now": database_now(), "page": page, "lines": lines}
     return render(request, "tenants/stores.html", context)
@@ -208,7 +209,7 @@ def store_services(request: HttpRequest, key: str) -> HttpResponse:
         )
     except Refused as refusal:
         kept = {name: text if _is_reference(text) else "" for name, text in given.items()}
-        return _store_page(request, found, refused=said(refusal), given=kept)
+        return _store_page(request, found, refused=nothing_changed(refusal), given=kept)
     return redirect("store", key=key)
 
 

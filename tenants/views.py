@@ -100,6 +100,18 @@ def fragment(
     return render(request, template, context, status=status)
 
 
+def page_number(request: HttpRequest) -> int:
+    """Return the page that an address asks for; the first where it asks for none that could be."""
+    number = request.GET.get("page", "1")
+    return int(number) if number.isascii() and number.isdecimal() and len(number) < 7 else 1
+
+
+def nothing_changed(refusal: Refused) -> str:
+    """Return a refusal as a notice: what, why, and that nothing changed."""
+    text = str(refusal)
+    return text if "othing was" in text else f"{text} Nothing was changed."
+
+
 def csv_file(rows: Iterable[Iterable[object]], name: str) -> StreamingHttpResponse:
     """Answer rows as a CSV file of this name, a row at a time; no spreadsheet runs a cell of it."""
     writer = csv.writer(_Line())
