@@ -105,7 +105,7 @@ def _run(under: Ground, once: bool) -> int:
         _fill(supervisor, scene)
         _wait_for_web(supervisor, address)
         supervisor.start(*scene.fleets(FLEETS, address=address, tokens=tokens, think_seconds=0.6))
-        _warm(supervisor, scene)
+        _warm(supervisor)
         move = _start_move()
         _watch(supervisor, move)
         supervisor.stop(*FLEETS)
@@ -226,7 +226,7 @@ def _wait_for_web(supervisor: Supervisor, address: str) -> None:
             continue
 
 
-def _warm(supervisor: Supervisor, scene: Scene) -> None:
+def _warm(supervisor: Supervisor) -> None:
     """Let agents talk for a while before anything moves."""
     since: float | None = None
     with _Line() as line:

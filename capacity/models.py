@@ -14,7 +14,7 @@ class Used(models.Model):
     turns = models.PositiveBigIntegerField(default=0)
     model_calls = models.PositiveBigIntegerField(default=0)
     tokens = models.PositiveBigIntegerField(default=0)
-    # Reason (rate, concurrency, quota, budget, draining) -> refused turns.
+    # Reason (domain.usage.REASONS) -> refused turns.
     refused = models.JSONField(default=dict)
     # The same, of limits that are only tried: these turns were served.
     would_refuse = models.JSONField(default=dict)

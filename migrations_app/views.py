@@ -85,7 +85,7 @@ PANELS: dict[str, Read] = {
     "fence": _fence,
     "instances": lambda seen, now: fence_panel.instances(seen, now=now),
     "split": lambda seen, now: split_panel.split(seen, now=now),
-    "channels": lambda seen, now: channels_panel.channels(seen, now=now),
+    "channels": lambda seen, now: channels_panel.channels(seen),
     "artifacts": lambda seen, now: artifacts_panel.artifacts(seen, artifacts_panel.Pages()),
     "checks": lambda seen, now: rows.checks(seen),
     "mismatches": lambda seen, now: mismatch_panel.mismatches(seen, MismatchFilter()),

@@ -411,7 +411,7 @@ class UsageLine(models.Model):
     turns = models.PositiveBigIntegerField(default=0)
     model_calls = models.PositiveBigIntegerField(default=0)
     tokens = models.PositiveBigIntegerField(default=0)
-    # Reason (rate, concurrency, quota, budget, draining) -> refused turns.
+    # Reason (rate, concurrency, quota, budget, draining, breaker) -> refused turns.
     refused = models.JSONField(default=dict)
     # The same, of limits that are only tried: these turns were served.
     would_refuse = models.JSONField(default=dict)

@@ -113,15 +113,6 @@ def slots_carry(slots: int, run_seconds: float) -> float:
     return slots * 60 / run_seconds
 
 
-def minutes_for(runs: int, runs_per_minute: float) -> float:
-    """Return how long so many runs take at a limit.
-
-    >>> minutes_for(3_000, 30)
-    100.0
-    """
-    return runs / runs_per_minute
-
-
 def most(runs_per_second: float | None, slots: int | None, run: Run) -> Most:
     """Return the most that a rate and a number of slots let a tenant use; None: no such limit.
 

@@ -79,7 +79,7 @@ class ChannelsPanel:
     before_flip: str
 
 
-def channels(seen: Seen, *, now: datetime) -> ChannelsPanel:
+def channels(seen: Seen) -> ChannelsPanel:
     """Return the move's side channels with what may be said of each, and its memory."""
     move = seen.move
     rows = list(queries.listed_channels(move))

@@ -30,7 +30,7 @@ def _beside(seen: Seen) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _estimate(seen: Seen, quote: Quote) -> str:
+def _estimate(quote: Quote) -> str:
     """Spell the quote by the parts that such a fence has."""
     return estimate(Quote(tuple(part for part in quote.parts if part.worst > 0)))
 
@@ -116,7 +116,7 @@ def _drain(seen: Seen, now: datetime) -> Dialog:
         "Close the fence and start the drain?",
         (
             ("Happens now", happens),
-            ("Estimated fence", _estimate(seen, queries.fence_quote(move, now=now))),
+            ("Estimated fence", _estimate(queries.fence_quote(move, now=now))),
             ("Proof", f"{proof} {move.source_store} is not closed behind it."),
             (
                 "Stops itself",
@@ -188,7 +188,7 @@ def _rollback(seen: Seen, now: datetime) -> Dialog:
                 f" them have stopped, {tenant} is served in {source} again. Nothing is carried"
                 f" back: what it wrote since is on {move.source_store} already.",
             ),
-            ("Estimated fence", _estimate(seen, quote)),
+            ("Estimated fence", _estimate(quote)),
             ("Soak left", left),
             (
                 "Stops itself",

@@ -31,7 +31,6 @@ from migrations_app.ports.base import (
 from migrations_app.ports.sqlite_guard import SqliteGuard
 from migrations_app.ports.sqlite_link import quote
 
-_STATE_COLUMNS = ("state", "create_time", "update_time")
 _KEY_COLUMNS = ("app_name", "user_id", "session_id")
 
 

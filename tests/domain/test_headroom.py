@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capacity.domain.headroom import Load, Run, headroom, minutes_for, most, slots_carry
+from capacity.domain.headroom import Load, Run, headroom, most, slots_carry
 
 ARTICLE = Run(model_calls=4, seconds=12)
 LOADS = st.one_of(st.none(), st.integers(0, 10**7).map(float))
@@ -21,7 +21,7 @@ def test_the_nightly_replay_of_the_article() -> None:
     # 10 slots of 12 s would carry 50: the rate binds, not the bulkhead.
     assert slots_carry(10, 12) == 50
     assert acme.bound_by == "rate"
-    assert minutes_for(3_000, acme.runs_per_minute) == 100
+    assert 3_000 / acme.runs_per_minute == 100
     at = headroom(Load(1_000, None), Load(150 * 4, None), {"acme": acme.load})
     assert (at.bindings[0].peak, at.bindings[0].room) == (720, 900)
     assert at.fits

@@ -103,6 +103,7 @@ def test_refusals_say_why_and_how_to_get_more(mia: Client) -> None:
 def test_a_tenant_s_person_sees_its_own_tenant_and_no_operator_s_page(mia: Client) -> None:
     html = mia.get("/my/usage/").content.decode()
     assert "Acme today" in html
+    assert "76 % Tokens today" in text_of(html)
     for address in ("/moves/", "/tenants/", "/instances/", "/isolation/", "/tenants/acme/"):
         assert f'href="{address}' not in html
         assert mia.get(address).status_code == 403

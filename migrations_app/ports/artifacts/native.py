@@ -149,7 +149,7 @@ class FileStore(ServiceStore):
                 kept.facts, kept.part.model_copy(update={"text": kept.raw}), kept.custom_metadata
             )
         try:
-            return self._save(user_id, at, kept)
+            return self._save(at, kept)
         except ArtifactsRefused:
             with suppress(ValueError, OSError):
                 folder = self._folder(user_id, name)

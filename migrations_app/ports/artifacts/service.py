@@ -127,7 +127,7 @@ class ServiceStore:
 
     def save(self, user_id: str, name: Name, kept: Content) -> int:
         """Add a version under the artifact's name."""
-        return self._save(user_id, self._at(user_id, name), kept)
+        return self._save(self._at(user_id, name), kept)
 
     def delete(self, user_id: str, name: Name) -> None:
         """Remove a name with all its versions."""
@@ -180,7 +180,7 @@ class ServiceStore:
             " workers may do there."
         )
 
-    def _save(self, user_id: str, at: dict[str, Any], kept: Content) -> int:
+    def _save(self, at: dict[str, Any], kept: Content) -> int:
         custom = dict(kept.custom_metadata) or None
         return int(
             self.call(self.service.save_artifact(**at, artifact=kept.part, custom_metadata=custom))
