@@ -83,7 +83,7 @@ class UsageOut(Schema):
     trial: TrialOut | None
 
 
-class ShareOut(Schema):
+class TenantUsedOut(Schema):
     tenant: str
     tokens: int
     turns: int
@@ -102,9 +102,9 @@ class CellUsageOut(Schema):
     model_calls: int
     # Null: not of one cell, or nobody has entered it.
     quota_tokens_per_minute: int | None
-    largest: list[ShareOut]
+    largest: list[TenantUsedOut]
     # Everybody else together. Null: there is nobody else.
-    rest: ShareOut | None
+    rest: TenantUsedOut | None
 
 
 class DayOut(CountsOut):
@@ -301,13 +301,13 @@ def _cell_usage(cell: Cell | None, hours: int) -> dict[str, Any]:
         "turns": used.turns,
         "model_calls": used.model_calls,
         "quota_tokens_per_minute": used.quota_tokens_per_minute,
-        "largest": [_share(one) for one in used.largest],
-        "rest": None if used.rest is None else _share(used.rest),
+        "largest": [_tenant_used(one) for one in used.largest],
+        "rest": None if used.rest is None else _tenant_used(used.rest),
     }
 
 
-def _share(one: queries.Share) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in ShareOut.model_fields}
+def _tenant_used(one: queries.TenantUsed) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in TenantUsedOut.model_fields}
 
 
 def _day(row: Any) -> dict[str, Any]:

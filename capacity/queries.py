@@ -17,6 +17,7 @@ from django.db.models.functions import TruncDate
 from capacity.domain.reconciling import NOTHING, Numbers, Verdict, judge
 from capacity.domain.usage import REASONS, Counts, bounds, day_of, differs_enough, next_midnight
 from capacity.models import UsageDay, UsageMinute
+from tenants import queries as tenants_queries
 from tenants.models import Cell, PolicyEntry, RuntimeInstance, Scope, Tenant, UsageLine
 
 # How many tenants a runtime is told to build ahead.
@@ -233,7 +234,7 @@ def usage_page(tenant: Tenant, *, now: datetime) -> UsagePage:
     """Return what the tenant used and may use, as its own page and the API show it."""
     today = day_of(now, tenant.time_zone)
     running_minute = now.replace(second=0, microsecond=0)
-    scope = Scope.objects.filter(tenant=tenant, trial=False).order_by("-version")[0]
+    scope = tenants_queries.scope_of(tenant)
     minutes = _minutes(tenant, running_minute)
     days = _days(tenant, today)
     used = days[-1].counts
@@ -319,7 +320,7 @@ def _trial(tenant: Tenant, used: Counts) -> Trial | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TenantUsed:
     """What one tenant used of what all used together."""
 
     tenant: str
@@ -341,9 +342,9 @@ class CellUsage:
     turns: int
     model_calls: int
     # Most tokens first.
-    largest: Sequence[Share]
+    largest: Sequence[TenantUsed]
     # What everybody else used together. None: there is nobody else.
-    rest: Share | None
+    rest: TenantUsed | None
     # The provider's quota, tokens per minute. None: not of one cell, or nobody has entered it.
     quota_tokens_per_minute: int | None
 
@@ -370,7 +371,7 @@ def cell_usage(cell: Cell | None, *, hours: int = 1, now: datetime) -> CellUsage
     for tenant, reasons in of_top.values_list("tenant_id", "refused").iterator():
         refused[tenant] += sum(reasons.values())
     largest = [
-        Share(slug, int(tokens), int(turns), refused[pk], _part(tokens, all_used.tokens))
+        TenantUsed(slug, int(tokens), int(turns), refused[pk], _part(tokens, all_used.tokens))
         for pk, slug, tokens, turns in top
     ]
     return CellUsage(
@@ -385,14 +386,14 @@ def cell_usage(cell: Cell | None, *, hours: int = 1, now: datetime) -> CellUsage
     )
 
 
-def _rest(rows: QuerySet[Any], all_used: Counts) -> Share | None:
+def _rest(rows: QuerySet[Any], all_used: Counts) -> TenantUsed | None:
     used = _numbers(rows)
     if used == Counts():
         return None
     reasons = rows.exclude(refused={}).values_list("refused", flat=True).iterator()
     refused = sum(sum(one.values()) for one in reasons)
     share = _part(used.tokens, all_used.tokens)
-    return Share("everybody else", used.tokens, used.turns, refused, share)
+    return TenantUsed("everybody else", used.tokens, used.turns, refused, share)
 
 
 def _numbers(rows: QuerySet[Any]) -> Counts:

@@ -48,7 +48,7 @@ class Attention:
     title: str
     text: str
     since: datetime
-    # What its buttons act on: "move", "cell", "tenant", "instance" or "halt", and its key in a URL.
+    # What its buttons act on, as `_attention.html` tells them apart, and its key in a URL.
     kind: str
     key: str
     label: str

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from tenants.domain.fence import GoneWhy
+
 # A share, its values in the order of `tenants.domain.reports.SHARE`, and a document: tenant ->
 # share.
 Share = Sequence[Any]
@@ -73,7 +75,7 @@ def standing(
     that it began run on for its longest turn.
     """
     turn = timedelta(seconds=longest_turn_seconds)
-    if gone_why in ("left", "lapsed"):
+    if gone_why in (GoneWhy.LEFT, GoneWhy.LAPSED):
         return NOTHING
     if gone_at is not None:
         return Standing(fresh=False, running=now <= gone_at + MARGIN + turn, leased=False)

@@ -10,6 +10,7 @@ from django.db import transaction
 from django.db.models import Q, QuerySet
 
 from durable.errors import Refused
+from tenants import queries
 from tenants.domain.fence import Accepts
 from tenants.models import (
     Cell,
@@ -456,7 +457,7 @@ def _limits_now(tenant: Tenant) -> dict[str, Any]:
     before the limits were changed, and a move that publishes it would undo them.
     """
     present = Tenant.objects.select_related("trial").get(pk=tenant.pk)
-    scope = Scope.objects.filter(tenant=tenant, trial=False).order_by("-version")[0]
+    scope = queries.scope_of(tenant)
     return {
         "tier": str(present.tier),
         "scope": _limits(scope, present.budget_spent_until),
