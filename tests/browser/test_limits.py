@@ -42,9 +42,13 @@ def test_room_follows_what_is_typed_and_nothing_is_saved(
     expect(room).to_contain_text("Would be refused")
     expect(room).to_contain_text("acme breaks it: its 1,200 requests a minute")
     page.fill("#runs_per_second", "0.5")
+    expect(room).to_contain_text("Can’t know yet")
+    # What is missing stands open beside the limits.
+    page.fill("#model_calls_per_run", "4")
+    page.fill("#tokens_per_run", "8000")
     expect(room).to_contain_text("Fits")
     # Whoever types keeps the place in the field.
-    assert page.evaluate("document.activeElement.id") == "runs_per_second"
+    assert page.evaluate("document.activeElement.id") == "tokens_per_run"
     assert Scope.objects.filter(tenant=bounded.acme).count() == 1
     page.fill("#reason", "nightly replay")
     page.keyboard.press("Enter")
