@@ -19,13 +19,13 @@ class Rule(StrEnum):
     """What must hold of every tenant at any moment."""
 
     NOBODY_SERVES = "nobody_serves"  # Some cell takes its turns, or something explains that none.
-    FENCE_OVERDUE = "fence_overdue"  # A closed fence opens by its deadline.
+    FENCE_OVERDUE = "fence_overdue"  # A closed fence opens by its deadline: somebody sees to it.
 
 
 # Each rule as it is broken.
 WORDS: dict[Rule, str] = {
     Rule.NOBODY_SERVES: "no cell takes its turns, and nothing explains that",
-    Rule.FENCE_OVERDUE: "its fence should have opened by itself, and has not",
+    Rule.FENCE_OVERDUE: "its fence should have opened by itself, or nobody is there to open it",
 }
 
 # Phases in which a closed fence waits for its deadline. In any other it is about to open.
@@ -50,10 +50,12 @@ class Closing:
         return self.due_at + margin < now
 
     def overdue(self, *, now: datetime, margin: timedelta) -> bool:
-        """Return whether it should have opened by now."""
-        if self.until is None:
-            return self.stands(now=now, margin=margin)
-        return self.until + margin < now
+        """Return whether it should have opened by now, or nobody is there to see to it.
+
+        Whose workers are gone need not be waited for: nothing would open it at its deadline.
+        """
+        late = self.until is not None and self.until + margin < now
+        return late or self.stands(now=now, margin=margin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ def broken(facts: Facts, *, now: datetime, margin: timedelta) -> Rule | None:
     `margin`: how long a machine may take to come back to a row whose worker was killed.
 
     >>> at = datetime(2026, 3, 12, 2, 45)
-    >>> fence = Closing(7, Phase.DELTA, at, at + timedelta(seconds=150), at)
+    >>> until = at + timedelta(seconds=150)
+    >>> fence = Closing(7, Phase.DELTA, at, until, due_at=until)
     >>> refused = Facts(False, False, False, False, fence)
     >>> broken(refused, now=at + timedelta(seconds=190), margin=timedelta(seconds=45))
     >>> broken(refused, now=at + timedelta(seconds=200), margin=timedelta(seconds=45))

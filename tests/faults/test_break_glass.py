@@ -453,7 +453,19 @@ def test_a_fence_that_has_time_is_left_alone(files: World) -> None:
     assert files.move.deadline_at is not None
     files.clock.now = files.move.deadline_at
     files.clock.pass_by(40)
+    TenantMigration.objects.filter(pk=files.move.pk).update(due_at=files.clock())
     refused(files, opening.NothingBroken, "which opens it by itself")
+
+
+def test_a_fence_whose_workers_are_gone_is_opened_before_its_deadline(files: World) -> None:
+    files.start(budget_seconds=400.0)
+    files.run(until=Phase.DELTA)
+    files.clock.pass_by(50)
+    assert files.move.deadline_at is not None
+    assert files.clock() < files.move.deadline_at
+    assert state(files).rule is Rule.FENCE_OVERDUE
+    open_it(files)
+    assert files.owner() == [("cell-eu1-a", "all")]
 
 
 def test_after_a_restore_nothing_is_opened_by_the_rows_word(files: World) -> None:
