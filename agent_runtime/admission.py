@@ -259,6 +259,12 @@ class Shares:
             return self._number
 
     @property
+    def heard(self) -> bool:
+        """Whether any were granted, to this process or to the one that it goes on for."""
+        with self._lock:
+            return bool(self._number or self._held)
+
+    @property
     def fresh(self) -> bool:
         """Whether shares hold in full; else only their safe part does."""
         return self._clock.boottime() < self._until

@@ -40,6 +40,8 @@ FIRST_POLL_MS = 1_000.0
 POLL_BOUNDS_MS = (50.0, 60_000.0)
 # How long grants hold where their answer doesn't say.
 GRANT_SECONDS = 30.0
+# How long a process that has joined is not ready for want of its shares: they come in seconds.
+SHARES_SECONDS = 15.0
 
 API = "/api/v1/runtime"
 
@@ -192,6 +194,8 @@ class PolicyClient:
         self._joined_until = -math.inf
         self._poll_after_ms = FIRST_POLL_MS
         self._back_off = BackOff(self._dice)
+        # Boot time until which shares are waited for.
+        self._shares_by = -math.inf
         self._left = False
         self._round = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -215,8 +219,23 @@ class PolicyClient:
 
     @property
     def ready(self) -> bool:
-        """Whether turns should come here: they are let in, and their Runners are built ahead."""
-        return self.fence.serving and not any(one.warming() for one in self._companions)
+        """Whether turns should come here: they are let in, and their Runners are built ahead.
+
+        Where tenants have limits, this process has been told its shares of them too, or has waited
+        for that long enough.
+        """
+        if not self.fence.serving or self._awaits_shares():
+            return False
+        return not any(one.warming() for one in self._companions)
+
+    def _awaits_shares(self) -> bool:
+        policy = self.policy
+        if policy is None or self.shares.heard or self.clock.boottime() >= self._shares_by:
+            return False
+        return any(
+            entry.scope.runs_per_second is not None or entry.scope.max_concurrent_runs is not None
+            for entry in policy.entries.values()
+        )
 
     def attach(self, companion: Companion) -> None:
         """Tell `companion` of each round, and be ready only when it is."""
@@ -404,6 +423,7 @@ class PolicyClient:
         self._seq = 0
         # From when it was sent: the control plane counts from a later moment, so we stop first.
         self._joined_until = sent_at + lease_seconds
+        self._shares_by = sent_at + SHARES_SECONDS
         if not self._copied:
             self.fence.lease(self._joined_until)
         log.info("%s joined %s as %s", self.name, self.cell, instance)

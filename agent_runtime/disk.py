@@ -203,6 +203,7 @@ class DiskCopy:
         if self.held:
             return True
         # A file of its own, never replaced: a lock is of a file, not of its name.
+        self._lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

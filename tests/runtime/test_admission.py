@@ -771,6 +771,29 @@ def limited(plane: ControlPlane, clock: DrivenClock) -> PolicyClient:
     return client
 
 
+def test_a_process_is_ready_once_it_has_been_told_its_shares(
+    plane: ControlPlane, clock: DrivenClock
+) -> None:
+    plane.publish(entry("acme", scope=limits(max_concurrent_runs=4)))
+    client = make_client(plane, clock)
+    client.tick()
+    assert client.fence.serving
+    assert not client.ready
+    plane.grant(acme=share(None, 4))
+    client.tick()
+    assert client.ready
+
+
+def test_a_control_plane_that_divides_nothing_keeps_no_process_from_being_ready(
+    plane: ControlPlane, clock: DrivenClock
+) -> None:
+    plane.publish(entry("acme", scope=limits(max_concurrent_runs=4)))
+    client = make_client(plane, clock)
+    client.tick()
+    clock.advance(15)
+    assert client.ready
+
+
 def test_grants_come_with_the_answer_and_are_said_in_the_next_report(
     plane: ControlPlane, limited: PolicyClient
 ) -> None:
@@ -909,6 +932,8 @@ def test_a_control_plane_that_divides_nothing_yet_is_understood(
 
 
 def test_a_report_says_how_its_process_is(plane: ControlPlane, limited: PolicyClient) -> None:
+    assert plane.reports[-1]["ready"] is False  # Its shares came with the answer.
+    limited.tick()
     said = plane.reports[-1]
     assert said["ready"] is True
     assert said["breakers"] == {}

@@ -187,6 +187,8 @@ def test_a_process_says_how_its_runners_and_breakers_are(join: Join, cast: make.
     agent = join("agent-1")
     agent.breakers.answered(agent.breakers.enter("gemini"))
     agent.runners.evicted("idle")
+    allocate(cast)
+    tick(agent)
     tick(agent)
     row = RuntimeInstance.objects.get(key=agent.instance)
     assert row.ready
