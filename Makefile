@@ -13,7 +13,7 @@ PYTEST := $(RUN) -m pytest -n $(PROCESSES)
 .PHONY: help demo test check lint fmt bench isolation serve lock clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s%s\n", $$1, $$2}'
 
 demo: $(READY) ## a tenant moves while agents talk (ONCE=1: exit after it; STACK=full: PostgreSQL, Redis)
 	@$(RUN) -m bench.demo $(if $(ONCE),--once) $(if $(STACK),--stack $(STACK))

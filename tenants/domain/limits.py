@@ -53,8 +53,8 @@ class Limits:
         if rate is not None and not (_is_number(rate) and RATE_LEAST <= rate <= RATE_MOST):
             raise BadLimits(
                 f"runs_per_second can't be {_shown(rate)}: give a number from {RATE_LEAST:.5f} "
-                f"(one an hour) to {RATE_MOST:,.0f}, or nothing for no limit. To stop a tenant "
-                "altogether, close it."
+                f"(one an hour) to {RATE_MOST:,.0f}, or nothing for no limit. The least that "
+                "holds is one an hour."
             )
         if not (_is_number(self.weight) and 0 <= self.weight <= WEIGHT_MOST):
             raise BadLimits(
@@ -93,7 +93,7 @@ def _whole(name: str, value: int | None, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise BadLimits(
             f"{name} can't be {_shown(value)}: give a whole number from 1 to {most:,}, or nothing "
-            "for no limit. To stop a tenant altogether, close it."
+            "for no limit."
         )
 
 

@@ -18,7 +18,10 @@ from tests import make
 
 pytestmark = pytest.mark.django_db
 MODELS = [
-    model for model in apps.get_app_config("tenants").get_models() if not model._meta.auto_created
+    model
+    for app in ("tenants", "capacity")
+    for model in apps.get_app_config(app).get_models()
+    if not model._meta.auto_created
 ]
 
 
@@ -31,7 +34,7 @@ def root() -> Client:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_a_superuser_looks_and_changes_nothing(cast: make.Cast, root: Client, model: Any) -> None:
-    name = f"admin:tenants_{model._meta.model_name}"
+    name = f"admin:{model._meta.app_label}_{model._meta.model_name}"
     assert root.get(reverse(f"{name}_changelist")).status_code == 200
     assert root.get(reverse(f"{name}_add")).status_code == 403
     row = model.objects.first()
