@@ -95,14 +95,15 @@ class Engine:
                     " (SELECT user_id, id FROM source.sessions WHERE app_name = ?)",
                     (APP, APP),
                 )
-            for table, how in (
-                ("app_states", "OR IGNORE"),
-                ("user_states", "OR IGNORE"),
-                ("sessions", ""),
-                ("events", ""),
-            ):
+            # Of what both sides have of a user, or of the app, the newer row.
+            newer = (
+                " ON CONFLICT DO UPDATE SET state = excluded.state, update_time ="
+                " excluded.update_time WHERE excluded.update_time > {}.update_time"
+            )
+            for table in ("app_states", "user_states", "sessions", "events"):
                 target.execute(
-                    f"INSERT {how} INTO {table} SELECT * FROM source.{table} WHERE app_name = ?",
+                    f"INSERT INTO {table} SELECT * FROM source.{table} WHERE app_name = ?"
+                    + (newer.format(table) if table.endswith("_states") else ""),
                     (APP,),
                 )
         target.close()

@@ -66,7 +66,8 @@ def test_a_program_sees_who_serves_and_what_both_sides_changed(
     move = scene.split_move(cast, Phase.SPLIT, now=database_now())
     told = viewer.get(f"/ops/moves/{move.pk}").json()
     assert (told["both_serve"], told["born"]) == (True, 37)
-    assert told["merged"][1] == {"user_id": None, "key": "banner", "taken": "target"}
+    banner = {"user_id": None, "key": "banner", "taken": "target", "undecided": False}
+    assert told["merged"][1] == banner
     assert told["split_placement_version"] == move.split_placement_version
 
 
