@@ -111,16 +111,23 @@ class Agents:
 
 def main(argv: Sequence[str] | None = None) -> int:
     chosen = parser(__doc__ or "").parse_args(argv)
-    failed = 0
+    failed = tests = 0
+    if not chosen.json:
+        print(
+            "A control plane and two agent processes of its own begin: half a minute.", flush=True
+        )
     with tempfile.TemporaryDirectory(prefix="switchyard-isolation-") as folder:
         for result in suite(Path(folder)):
             failed += not result.held
+            tests += 1
             if chosen.json:
                 print(json.dumps(asdict(result)), flush=True)
             else:
                 print(f"{'held  ' if result.held else 'BROKEN'}  {result.name}", flush=True)
                 for word in ("asked", "measured", "bar"):
                     print(f"          {word + ':':<10}{getattr(result, word)}", flush=True)
+    if not chosen.json:
+        print(f"{tests - failed} of {tests} held.")
     return 1 if failed else 0
 
 

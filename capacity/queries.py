@@ -295,7 +295,14 @@ def _refusals(used: Counts, scope: Scope) -> list[Refusals]:
         "budget": _limit(scope.daily_token_budget, "token a day", "tokens a day"),
     }
     return [
-        Refusals(name, turns, REASONS[name].why, met.get(name, ""), REASONS[name].more)
+        # The limit that holds now: the one that refused may have been another.
+        Refusals(
+            name,
+            turns,
+            REASONS[name].why,
+            f"now {limit}" if (limit := met.get(name, "")) else "",
+            REASONS[name].more,
+        )
         for name, turns in sorted(used.refused.items(), key=lambda item: (-item[1], item[0]))
     ]
 

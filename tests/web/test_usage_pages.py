@@ -94,7 +94,7 @@ def test_the_rest_lasts_as_long_as_the_last_hour_s_rate_says(
 
 def test_refusals_say_why_and_how_to_get_more(mia: Client) -> None:
     text = text_of(mia.get("/my/usage/").content.decode())
-    assert "Too many new runs rate: 0.5 runs a second 2,361 More turns were begun" in text
+    assert "Too many new runs rate: now 0.5 runs a second 2,361 More turns were begun" in text
     assert "Ask your operator for a higher limit of runs per second" in text
     assert text.index("2,361") < text.index("212")
     assert "2,573 refused, 3,037 served" in text
