@@ -97,8 +97,8 @@ class _RoleToken(HttpBearer):
         found = tokens.find(token)
         if found is not None and found.role != self.role:
             raise Forbidden(
-                f"This needs a token of role {self.role}; {found.name} is one of {found.role}. Ask an "
-                "admin for the right one."
+                f"This needs a token of role {self.role}; {found.name} is one of {found.role}. Ask"
+                " an admin for the right one."
             )
         return found
 

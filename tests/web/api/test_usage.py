@@ -85,7 +85,11 @@ def test_a_tenants_token_reads_what_it_used_and_why_it_was_refused(
     assert (body["limits"]["max_concurrent_runs"], body["running"]) == (10, 3)
     assert (body["tokens_left"], body["refused_until"]) == (300, None)
     first, second = body["refusals"]
-    assert (first["reason"], first["turns"], first["limit"]) == ("budget", 5, "now 1,000 tokens a day")
+    assert (first["reason"], first["turns"], first["limit"]) == (
+        "budget",
+        5,
+        "now 1,000 tokens a day",
+    )
     assert (second["reason"], second["limit"]) == ("rate", "now 5 runs a second")
     assert "larger daily token budget" in first["more"]
     assert body["trial"]["limits"]["max_concurrent_runs"] == 2
