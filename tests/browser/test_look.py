@@ -59,6 +59,9 @@ NAMELESS = """() => [
   .filter((el) => !(el.textContent.trim() || el.getAttribute("aria-label")
     || (el.labels && el.labels.length) || el.getAttribute("aria-labelledby")))
   .map((el) => el.outerHTML.slice(0, 120))"""
+# What stands where nobody sees it without scrolling sideways, or on top of its neighbour.
+CUT = """() => [...document.querySelectorAll(".table-wrap, .names li")]
+  .filter((el) => el.scrollWidth > el.clientWidth).map((el) => el.textContent.slice(0, 60))"""
 WIDER = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -163,6 +166,17 @@ def test_no_page_is_wider_than_its_window(
     window = windows(Role.ADMIN, width=width, scheme=scheme, calm=False)
     wide = {path: window.open(path).evaluate(WIDER) for path in pages}
     assert {path: by for path, by in wide.items() if by > 0} == {}
+
+
+def test_long_names_of_tenants_to_build_ahead_stand_beside_each_other(
+    here: make.Cast, at: datetime, windows: Windows
+) -> None:
+    here.cell.document = {"prewarm": [f"tenant-with-a-long-name-{n}" for n in range(20)]}
+    here.cell.save()
+    row = RuntimeInstance.objects.filter(cell=here.cell)[0]
+    page = windows(Role.VIEWER, width=1024).open(f"/instances/{row.pk}/")
+    assert page.locator(".names li").count() == 20
+    assert page.evaluate(CUT) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -288,5 +302,6 @@ def test_a_tenant_s_own_page_can_be_read_and_its_charts_are_drawn(
     for plot in page.locator(".plot").all():
         expect(plot.locator("svg.main-svg").first).to_be_visible()
     assert page.evaluate(WIDER) <= 0
+    assert page.evaluate(CUT) == []
     assert page.evaluate(CONTRAST) == []
     assert page.evaluate(NAMELESS) == []
