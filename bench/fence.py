@@ -15,13 +15,12 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import psycopg
 
 from bench import Bar, parser, report, rows
-from bench.plane import control_plane
+from bench.plane import control_plane, runtime_token
 
 TOUCHED = 900
 SMALL = 1_000
@@ -218,7 +217,9 @@ class Runtimes:
     def __init__(self, cells: Mapping[str, Any], stores: Mapping[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        places = {side: (cell.slug, _token(cell)) for side, cell in cells.items()}
+        places = {
+            side: (cell.slug, runtime_token([cell], by="bench")) for side, cell in cells.items()
+        }
         keys = [store.key for store in stores.values()]
         self.process = context.Process(target=_serve, args=(theirs, places, keys), daemon=True)
 
@@ -244,23 +245,6 @@ class Runtimes:
         if not self.pipe.poll(NOBODY):
             raise SystemExit("the target never accepted a turn")
         return float(self.pipe.recv())
-
-
-def _token(cell: Any) -> str:
-    from durable.clock import database_now
-    from tenants import services
-    from tenants.domain.roles import TokenRole
-
-    now = database_now()
-    _, secret = services.make_token(
-        f"bench {cell}",
-        role=TokenRole.RUNTIME,
-        cells=[cell],
-        expires_at=now + timedelta(hours=1),
-        by="bench",
-        now=now,
-    )
-    return secret
 
 
 def _serve(pipe: Any, places: Mapping[str, tuple[str, str]], stores: Sequence[str]) -> None:

@@ -24,14 +24,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 from bench import isolated, parser, servers
-from bench.plane import control_plane
+from bench.plane import control_plane, runtime_token
 from platform_admin.processes import Supervisor, installation
 
 BY = "isolation"
@@ -341,7 +340,6 @@ def _onboard() -> str:
     from durable.clock import database_now
     from tenants import services
     from tenants.domain.limits import Limits
-    from tenants.domain.roles import TokenRole
 
     now = database_now()
     region = services.add_region("isolation", name="Isolation", by=BY, now=now)
@@ -370,15 +368,7 @@ def _onboard() -> str:
             now=now,
         )
         services.set_scope(tenant, limits=chosen, by=BY, reason="the isolation suite", now=now)
-    _, token = services.make_token(
-        "agents",
-        role=TokenRole.RUNTIME,
-        cells=[cell],
-        expires_at=now + timedelta(hours=1),
-        by=BY,
-        now=now,
-    )
-    return token
+    return runtime_token([cell], by=BY)
 
 
 def _backend(path: Path) -> dict[str, str]:

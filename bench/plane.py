@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 
 @contextmanager
@@ -33,3 +35,21 @@ def control_plane(database: str, **variables: str) -> Iterator[None]:
         yield
     finally:
         connections.close_all()
+
+
+def runtime_token(cells: Iterable[Any], *, by: str) -> str:
+    """Make a token by which agent processes join these cells for an hour; return its secret."""
+    from durable.clock import database_now
+    from tenants import services
+    from tenants.domain.roles import TokenRole
+
+    now = database_now()
+    _, secret = services.make_token(
+        "agents",
+        role=TokenRole.RUNTIME,
+        cells=list(cells),
+        expires_at=now + timedelta(hours=1),
+        by=by,
+        now=now,
+    )
+    return secret

@@ -15,13 +15,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import Bar, parser, report, rows, servers
-from bench.plane import control_plane
+from bench.plane import control_plane, runtime_token
 
 CELL = "cell-bench"
 TENANTS = 10_000
@@ -236,7 +235,6 @@ def fill(tenants: int) -> str:
     """
     from durable.clock import database_now
     from tenants import services
-    from tenants.domain.roles import TokenRole
     from tenants.models import Agent, Placement, PolicyEntry, Scope, Tenant
 
     now = database_now()
@@ -289,15 +287,7 @@ def fill(tenants: int) -> str:
     )
     # The newest change is of one tenant, so that there is a delta.
     services.rotate(made[0], by=BY, reason="bench", now=now)
-    _, token = services.make_token(
-        "bench",
-        role=TokenRole.RUNTIME,
-        cells=[cell],
-        expires_at=now + timedelta(hours=1),
-        by=BY,
-        now=now,
-    )
-    return token
+    return runtime_token([cell], by=BY)
 
 
 def _slug(number: int) -> str:

@@ -184,6 +184,27 @@ class _TakenBack(Exception):
     pass
 
 
+@dataclass
+class Settling:
+    """Whether a worker dies the next time that it would settle a step, its effects done."""
+
+    armed: bool = False
+
+
+def fragile_settling(monkeypatch: pytest.MonkeyPatch) -> Settling:
+    """Let workers die between an effect in our database and the settling of its step."""
+    settling, settle = Settling(), driver._settle
+
+    def fragile(*args: Any, **kwargs: Any) -> None:
+        if settling.armed:
+            settling.armed = False
+            raise Killed("before settling")
+        settle(*args, **kwargs)
+
+    monkeypatch.setattr(driver, "_settle", fragile)
+    return settling
+
+
 @contextmanager
 def undone(world: World) -> Iterator[None]:
     """Whatever happens inside is taken back: rows, both files and the clock."""

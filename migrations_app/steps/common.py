@@ -31,7 +31,7 @@ from migrations_app.ports.base import (
 from tenants import queries as tenants_queries
 from tenants import services as tenants
 from tenants.domain.words import duration, limit
-from tenants.models import Cell
+from tenants.models import Cell, Store
 
 # Each pass asks runtimes' reports to be kept this far ahead; they only feed the forecast.
 TRACKED = timedelta(hours=1)
@@ -268,6 +268,19 @@ def stages(
 
 class GuardLost(Refused):
     """A store's guard row, which this move made, is not there."""
+
+
+def let_agents_in(move: TenantMigration, store: Store) -> None:
+    """Open a store to agents again, where this move has closed it.
+
+    Always before the policy: a runtime that is told to accept must find it open.
+    """
+    if move.mode == Mode.CELL:
+        # Never closed: that would have closed it to both cells.
+        return
+    with copying.opened(move, store) as port:
+        if guards(move, port, str(store)):
+            port.take(mover=False, agents=True)
 
 
 def guards(move: TenantMigration, store: SessionStore, name: str) -> bool:

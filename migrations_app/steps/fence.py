@@ -18,6 +18,7 @@ from migrations_app.domain.phases import (
     Mode,
     Phase,
 )
+from migrations_app.domain.verbs import where
 from migrations_app.models import TenantMigration
 from migrations_app.ports.base import (
     START,
@@ -353,9 +354,8 @@ def _flip(
     assert row.fence_opened_at is not None
     assert row.fence_closed_at is not None
     closed = row.fence_opened_at - row.fence_closed_at
-    where = sides.to_cell if move.mode == Mode.CELL else sides.to_store
+    home = where(move.mode, sides.to_cell, sides.to_store)
     return row.fence_opened_at, (
-        f"Placement version {getattr(row, column)}: {move.tenant} lives"
-        f" {'in' if move.mode == Mode.CELL else 'on'} {where}."
+        f"Placement version {getattr(row, column)}: {move.tenant} lives {home}."
         f" The fence was closed for {duration(closed.total_seconds())}"
     )

@@ -16,11 +16,7 @@ from tenants import services as tenants
 def reopen(move: TenantMigration, clock: Clock) -> Outcome:
     """Open the store, then the policy, then remove from the target only what this move wrote."""
     if move.stage != "clean":
-        # First the store: a runtime that is told to accept must find it open.
-        if move.mode != Mode.CELL:
-            with copying.opened(move, move.source_store) as source:
-                if common.guards(move, source, str(move.source_store)):
-                    source.take(mover=False, agents=True)
+        common.let_agents_in(move, move.source_store)
         now = clock()
         with holding(move) as row:
             refused = row.fence_version is not None or row.split_version is not None

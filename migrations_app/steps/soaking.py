@@ -206,11 +206,7 @@ def stay(move: TenantMigration, clock: Clock) -> Outcome:
     """
     home = where(move.mode, move.target_cell, move.target_store)
     if move.stage != "return":
-        # First the store: a runtime that is told to accept must find it open.
-        if move.mode != Mode.CELL:
-            with copying.opened(move, move.target_store) as target:
-                if common.guards(move, target, str(move.target_store)):
-                    target.take(mover=False, agents=True)
+        common.let_agents_in(move, move.target_store)
         now = clock()
         with holding(move) as row:
             if row.fence_opened_at is None:

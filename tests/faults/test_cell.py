@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from durable import driver
 from migrations_app import services
 from migrations_app.domain.phases import FENCED, Mode, Phase
 from migrations_app.models import TenantMigration
 from migrations_app.services import InvalidOption, NotNow, SamePlace
 from tenants.models import Placement, PolicyEntry
 from tests import scene
-from tests.world import APP, Killed, World, each_moment, undone
+from tests.world import APP, World, each_moment, fragile_settling, undone
 
 Content = dict[str, list[str]]
 
@@ -131,16 +130,7 @@ def test_it_survives_a_kill_before_every_settling(
     files: World, monkeypatch: pytest.MonkeyPatch, back: bool
 ) -> None:
     content = files.source.content(APP)
-    settle, armed = driver._settle, False
-
-    def fragile(*args: Any, **kwargs: Any) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise Killed("before settling")
-        settle(*args, **kwargs)
-
-    monkeypatch.setattr(driver, "_settle", fragile)
+    settling = fragile_settling(monkeypatch)
     start(files)
     if back:
         files.run(until=Phase.SOAK)
@@ -148,7 +138,7 @@ def test_it_survives_a_kill_before_every_settling(
     cell, phase = ("cell-eu1-a", Phase.ROLLED_BACK) if back else ("cell-eu1-b", Phase.DONE)
     for moment in each_moment(files):
         with undone(files):
-            armed = True
+            settling.armed = True
             files.run()
             assert_in(files, cell, phase, content, f"killed before settling {moment}")
 

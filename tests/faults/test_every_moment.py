@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from durable import driver
 from migrations_app import services
 from migrations_app.domain.phases import FENCED, REVERSED, WAY_OUT, Mode, Phase
 from migrations_app.models import TenantMigration
 from tests.stores import EMPTY
-from tests.world import APP, Killed, World, each_call, each_moment, undone
+from tests.world import APP, World, each_call, each_moment, fragile_settling, undone
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -90,21 +88,11 @@ def test_a_move_survives_a_kill_at_every_write_of_its_row(
 ) -> None:
     """Killed between an effect in our database and the settling of its step."""
     before = files.source.content(APP)
-    settle = driver._settle
-    armed = False
-
-    def fragile(*args: Any, **kwargs: Any) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise Killed("before settling")
-        settle(*args, **kwargs)
-
-    monkeypatch.setattr(driver, "_settle", fragile)
+    settling = fragile_settling(monkeypatch)
     files.start()
     for phase in each_moment(files):
         with undone(files):
-            armed = True
+            settling.armed = True
             files.run()
             assert_moved(files, before, f"killed before settling a step of {phase}")
 
