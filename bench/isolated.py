@@ -275,21 +275,12 @@ class Agents:
             instruction="Help.",
             tools=[look_up, open_ticket, read_document, again],
         )
-        plugin = TenantPolicyPlugin(
-            lambda: self._entry(tenant),
-            self._client.usage,
-            shares=self._client.shares,
-            breakers=self._client.breakers,
-        )
+        plugin = TenantPolicyPlugin.of(self._client, tenant)
         return Runner(
             app=App(name=name, root_agent=agent, plugins=[plugin]),
             app_name=entry.app_name,
             session_service=service,
         )
-
-    def _entry(self, tenant: str) -> Entry | None:
-        policy = self._client.policy
-        return None if policy is None else policy.entries.get(tenant)
 
 
 def main() -> int:
