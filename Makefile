@@ -48,7 +48,7 @@ serve: $(READY) ## the embedded default: pages, workers and beat on this machine
 lock: $(READY) ## pyproject.toml -> requirements.lock
 	@$(VENV)/bin/uv pip compile pyproject.toml --extra adk --group dev \
 	  --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
-	  --no-config --no-emit-index-url --no-emit-find-links \
+	  --no-config \
 	  --custom-compile-command "make lock" --output-file requirements.lock
 
 clean: ## remove the virtualenv and everything that ran here
